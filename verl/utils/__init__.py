@@ -1,0 +1,1 @@
+"""Leaf helpers. Nothing here knows about algorithms, models or workers."""
