@@ -1,0 +1,81 @@
+"""Named randomness: every seed of a run is derived from the run's seed and a purpose.
+
+Two places that draw random numbers never share a stream by accident, and a re-run repeats, whatever the order in
+which the parts start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def derive_seed(run_seed: int, *names: str | int) -> int:
+    """A 63-bit seed for one purpose.
+
+    The names are hashed with their types and lengths, so ``("a", "bc")`` and ``("ab", "c")``, or ``1`` and ``"1"``,
+    differ. The result is the same on every machine and in every version of Python.
+
+    Args:
+        run_seed: the seed of the whole run (``trainer.seed``).
+        names: the purpose, from coarse to fine, for example ``"rollout", step, sample``.
+
+    Returns:
+        An integer in ``[0, 2**63)``.
+    """
+    digest = hashlib.blake2b(digest_size=8, person=b"verl.seed")
+    for name in (int(run_seed), *names):
+        if isinstance(name, bool) or not isinstance(name, int | str | np.integer):
+            raise TypeError(f"a seed is named by strings and integers, got {name!r} ({type(name).__name__})")
+        text = name if isinstance(name, str) else str(int(name))
+        raw = text.encode("utf-8")
+        kind = b"s" if isinstance(name, str) else b"i"
+        digest.update(kind + len(raw).to_bytes(8, "little") + raw)
+    return int.from_bytes(digest.digest(), "little") & (2**63 - 1)
+
+
+def set_seed(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch (CPU and, where there is one, CUDA)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # NumPy's legacy generator takes 32 bits
+    torch.manual_seed(seed)
+
+
+def torch_generator(seed: int, device: str | torch.device = "cpu") -> torch.Generator:
+    """A torch generator of its own, seeded; for draws that must not depend on anything else."""
+    generator = torch.Generator(device=device)
+    generator.manual_seed(seed)
+    return generator
+
+
+def get_rng_state() -> dict[str, Any]:
+    """State of the global generators of Python, NumPy, torch and every visible CUDA device."""
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Put back what :func:`get_rng_state` returned; the CUDA part is skipped where the device count differs."""
+    random.setstate(_as_python_state(state["python"]))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"].cpu())
+    cuda = state.get("cuda")
+    if cuda is not None and torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([part.cpu() for part in cuda])
+
+
+def _as_python_state(state: Any) -> tuple[Any, ...]:
+    """``random.setstate`` wants tuples; a state that went through JSON comes back as lists."""
+    version, internal, gauss = state
+    return version, tuple(internal), gauss
