@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import tempfile
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -37,8 +35,8 @@ def env_local_rank() -> int:
 def init_process_group(device: str = "auto", timeout_s: float = 600.0) -> torch.device:
     """Join the default process group as the environment says; a second call changes nothing.
 
-    With ``WORLD_SIZE`` unset or 1 and no ``MASTER_ADDR`` the group is this process alone and meets at a private
-    file, so nothing needs a free port.
+    With ``WORLD_SIZE`` unset or 1 and no ``MASTER_ADDR`` the group is this process alone and its store lives in
+    memory, so nothing needs a free port.
 
     Args:
         device: ``"auto"``, ``"cpu"`` (gloo) or ``"cuda"`` (NCCL for CUDA tensors, gloo for CPU ones).
@@ -60,9 +58,7 @@ def init_process_group(device: str = "auto", timeout_s: float = 600.0) -> torch.
         raise ConfigError(f"RANK={rank} is outside WORLD_SIZE={world_size}; ranks count from 0 to {world_size - 1}")
     timeout = timedelta(seconds=timeout_s)
     if world_size == 1 and "MASTER_ADDR" not in os.environ:
-        meeting_dir = tempfile.mkdtemp(prefix="verl-pg-")
-        store = dist.FileStore(str(Path(meeting_dir) / "store"), 1)
-        dist.init_process_group(dist_backend(target), store=store, rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(dist_backend(target), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return target
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -117,7 +113,11 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum", group: dist.ProcessGroup |
 
 
 def all_reduce_numbers(
-    values: Sequence[float], op: str = "sum", *, device: str | torch.device = "cpu", group: dist.ProcessGroup | None = None
+    values: Sequence[float],
+    op: str = "sum",
+    *,
+    device: str | torch.device = "cpu",
+    group: dist.ProcessGroup | None = None,
 ) -> list[float]:
     """Reduce plain numbers in float64 over the group, in one collective."""
     if not (dist.is_initialized() and dist.get_world_size(group) > 1):

@@ -23,7 +23,7 @@ class Registry(Generic[T]):
         self._items: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that stores its argument under ``name``; a different object under the same name is an error."""
+        """Return a decorator that stores its argument under ``name``; another object under a known name is an error."""
 
         def add(item: T) -> T:
             known = self._items.setdefault(name, item)

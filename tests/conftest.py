@@ -1,0 +1,67 @@
+"""Settings and fixtures that every test shares.
+
+Environment first: OpenMP reads its thread count when torch is imported, and the children of a test inherit it.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # Ray's own future default; leaves CUDA_VISIBLE_DEVICES alone
+for _name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(_name, None)  # a test decides itself whether it is distributed
+
+from collections.abc import Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+
+REPO_ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    """The top directory of the checkout."""
+    return REPO_ROOT
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Directory of a random Qwen2 model (hidden 32, 2 layers) with its byte-level tokenizer. Do not write into it."""
+    from tests.fixtures.tiny import make_tiny_model_dir
+
+    return make_tiny_model_dir(tmp_path_factory.mktemp("models") / "tiny-qwen2")
+
+
+@pytest.fixture(scope="session")
+def ray_local() -> Iterator[None]:
+    """A local Ray of 8 logical CPUs and no GPU, started once."""
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(
+            num_cpus=8,
+            num_gpus=0,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            object_store_memory=256 * 2**20,
+        )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _leave_process_group() -> Iterator[None]:
+    """A module that joins a process group must not pass it on to the next one."""
+    yield
+    import sys
+
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
