@@ -1,0 +1,1 @@
+"""Prompts and demonstrations: files to rows, rows to tensors, tensors to batches, resumable to the sample."""

@@ -1,0 +1,67 @@
+"""Tokenizers and processors, ready for batching."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False, **kwargs: Any) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model directory, or of a model name that the local cache knows.
+
+    A tokenizer without a padding token gets its end-of-text token as one. This is safe here because masks are made
+    from lengths, never from token ids.
+
+    Raises:
+        ConfigError: there is no tokenizer, or it has neither a padding nor an end-of-text token.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)
+    except (OSError, ValueError) as error:
+        what = f"directory {path!r}" if Path(path).is_dir() else f"{path!r}, which is not a local directory,"
+        raise ConfigError(f"cannot load a tokenizer from {what}: {error}") from error
+    set_pad_token(tokenizer)
+    return tokenizer
+
+
+def set_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give a tokenizer without padding token its end-of-text token as one."""
+    if tokenizer.pad_token_id is not None:
+        return
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            "the tokenizer has neither a padding nor an end-of-text token; set pad_token in its tokenizer_config.json"
+        )
+    tokenizer.pad_token = tokenizer.eos_token
+    logger.info("the tokenizer has no padding token; %r is used for padding", tokenizer.eos_token)
+
+
+def load_processor(path: str, trust_remote_code: bool = False, **kwargs: Any) -> Any | None:
+    """The processor of a multi-modal model, or ``None`` for a text model."""
+    from transformers import AutoProcessor, PreTrainedTokenizerBase
+
+    try:
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)
+    except (OSError, ValueError):
+        return None
+    return None if isinstance(processor, PreTrainedTokenizerBase) else processor
+
+
+def hf_tokenizer(name_or_path: str, *, trust_remote_code: bool = False, **kwargs: Any) -> PreTrainedTokenizerBase:
+    """:func:`load_tokenizer` under the name that scripts of this ecosystem use."""
+    return load_tokenizer(name_or_path, trust_remote_code, **kwargs)
+
+
+def hf_processor(name_or_path: str, *, trust_remote_code: bool = False, **kwargs: Any) -> Any | None:
+    """:func:`load_processor` under the name that scripts of this ecosystem use."""
+    return load_processor(name_or_path, trust_remote_code, **kwargs)
