@@ -1,0 +1,158 @@
+"""The PPO surrogate: clipped importance ratios, with asymmetric and dual clipping."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.aggregate import agg_loss, keep_masked, masked_mean
+from verl.algorithms.registry import MetricValue, register_policy_loss
+from verl.algorithms.settings import setting
+from verl.errors import ConfigError
+
+# exp(20) is about 5e8: far outside every trust region, far inside float32. Beyond it the ratio carries no gradient.
+LOG_RATIO_LIMIT = 20.0
+
+
+class ClippedSurrogate(NamedTuple):
+    """Per-token pieces of the surrogate, all ``(B, R)`` and finite outside the mask."""
+
+    losses: Tensor
+    clipped: Tensor
+    lower_clipped: Tensor
+    approx_kl: Tensor
+
+
+def clipped_surrogate(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    clip_ratio_c: float,
+) -> ClippedSurrogate:
+    """Token losses of :func:`compute_policy_loss`, and which tokens were clipped.
+
+    Raises:
+        ConfigError: ``clip_ratio_c`` is not above 1, or a clip width is negative.
+    """
+    if clip_ratio_c <= 1.0:
+        raise ConfigError(f"clip_ratio_c is {clip_ratio_c}; dual clipping needs a bound above 1 (usual: 3.0)")
+    if clip_low < 0 or clip_high < 0:
+        raise ConfigError(f"clip widths are {clip_low} and {clip_high}; they must not be negative")
+    # Masked inputs, not only masked results: the gradient of exp at NaN would be NaN.
+    advantages = keep_masked(advantages, response_mask)
+    log_ratio = keep_masked(log_prob, response_mask) - keep_masked(old_log_prob, response_mask)
+    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = log_ratio.exp()
+
+    plain = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    pessimistic = torch.maximum(plain, bounded)
+    floor = -advantages * clip_ratio_c
+    losses = torch.where(advantages < 0, torch.minimum(pessimistic, floor), pessimistic)
+    return ClippedSurrogate(
+        losses=losses,
+        clipped=(bounded > plain).detach(),
+        lower_clipped=((pessimistic > floor) & (advantages < 0)).detach(),
+        approx_kl=-log_ratio.detach(),
+    )
+
+
+def compute_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    cliprange: float | None = None,
+    cliprange_low: float | None = None,
+    cliprange_high: float | None = None,
+    clip_ratio_c: float = 3.0,
+    loss_agg_mode: str = "token-mean",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    r"""The clipped PPO loss (Schulman et al., arXiv:1707.06347) with counts of the given tensors.
+
+    With :math:`\rho = \exp(\log\pi - \log\pi_{old})`:
+
+    .. math::
+        l = \max\bigl(-A\rho,\; -A\operatorname{clip}(\rho, 1-\epsilon_{low}, 1+\epsilon_{high})\bigr),
+        \qquad l \leftarrow \min(l, -cA) \text{ where } A < 0
+
+    The separate widths are those of DAPO (arXiv:2503.14476); the bound *c* is dual clipping (arXiv:1912.09729). The
+    log ratio is clamped to ±20.
+
+    Args:
+        old_log_prob: ``(B, R)`` under the policy at the start of the step.
+        log_prob: ``(B, R)`` under the policy being trained.
+        advantages: ``(B, R)``.
+        response_mask: ``(B, R)``.
+        cliprange: width used where a separate one is not given.
+        cliprange_low: :math:`\epsilon_{low}`.
+        cliprange_high: :math:`\epsilon_{high}`.
+        clip_ratio_c: *c*, above 1.
+        loss_agg_mode: see :func:`verl.algorithms.aggregate.agg_loss`.
+
+    Returns:
+        ``(pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)``, scalars; the last three are token means.
+    """
+    low = cliprange if cliprange_low is None else cliprange_low
+    high = cliprange if cliprange_high is None else cliprange_high
+    if low is None or high is None:
+        raise ConfigError("no clip width: give cliprange, or both cliprange_low and cliprange_high")
+    s = clipped_surrogate(old_log_prob, log_prob, advantages, response_mask, low, high, clip_ratio_c)
+    return (
+        agg_loss(s.losses, response_mask, loss_agg_mode),
+        masked_mean(s.clipped.float(), response_mask),
+        masked_mean(s.approx_kl, response_mask),
+        masked_mean(s.lower_clipped.float(), response_mask),
+    )
+
+
+@register_policy_loss("vanilla")
+def compute_policy_loss_vanilla(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, MetricValue]]:
+    """The clipped PPO loss as a registered loss; formula in :func:`compute_policy_loss`.
+
+    Args:
+        old_log_prob: ``(B, R)``.
+        log_prob: ``(B, R)``.
+        advantages: ``(B, R)``.
+        response_mask: ``(B, R)``.
+        loss_agg_mode: see :func:`verl.algorithms.aggregate.agg_loss`.
+        config: actor section; gives ``clip_ratio`` (0.2), ``clip_ratio_low`` and ``clip_ratio_high`` (default:
+            ``clip_ratio``), ``clip_ratio_c`` (3.0) and ``global_batch_info``.
+        rollout_is_weights: ``(B, R)`` factors for sampling from a stale or different policy, applied after clipping.
+
+    Returns:
+        ``(loss, metrics)``: ``actor/pg_clipfrac``, ``actor/ppo_kl`` (k1, of old against new) and
+        ``actor/pg_clipfrac_lower``.
+    """
+    clip_ratio = setting(config, "clip_ratio", 0.2)
+    s = clipped_surrogate(
+        old_log_prob,
+        log_prob,
+        advantages,
+        response_mask,
+        setting(config, "clip_ratio_low", clip_ratio),
+        setting(config, "clip_ratio_high", clip_ratio),
+        setting(config, "clip_ratio_c", 3.0),
+    )
+    losses = s.losses
+    if rollout_is_weights is not None:
+        losses = losses * keep_masked(rollout_is_weights.detach(), response_mask)
+    metrics: dict[str, MetricValue] = {
+        "actor/pg_clipfrac": masked_mean(s.clipped.float(), response_mask),
+        "actor/ppo_kl": masked_mean(s.approx_kl, response_mask),
+        "actor/pg_clipfrac_lower": masked_mean(s.lower_clipped.float(), response_mask),
+    }
+    return agg_loss(losses, response_mask, loss_agg_mode, **setting(config, "global_batch_info", {})), metrics

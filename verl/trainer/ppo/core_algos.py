@@ -1,0 +1,82 @@
+"""The algorithm layer by name: every estimator, loss, KL estimate and aggregation, and how to register one's own.
+
+Nothing is defined here but :class:`AdvantageEstimator`; the code lives in :mod:`verl.algorithms`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from verl.algorithms.aggregate import agg_loss
+from verl.algorithms.baseline import compute_reinforce_plus_plus_outcome_advantage
+from verl.algorithms.entropy import compute_entropy_loss
+from verl.algorithms.gae import compute_gae_advantage_return
+from verl.algorithms.gpg import compute_gpg_outcome_advantage, compute_policy_loss_gpg
+from verl.algorithms.group import (
+    compute_grpo_outcome_advantage,
+    compute_opo_outcome_advantage,
+    compute_reinforce_plus_plus_baseline_outcome_advantage,
+    compute_rloo_outcome_advantage,
+)
+from verl.algorithms.kl import (
+    AdaptiveKLController,
+    FixedKLController,
+    compute_rewards,
+    get_kl_controller,
+    kl_penalty,
+)
+from verl.algorithms.policy_loss import compute_policy_loss, compute_policy_loss_vanilla
+from verl.algorithms.registry import (
+    get_adv_estimator_fn,
+    get_policy_loss_fn,
+    register_adv_est,
+    register_policy_loss,
+)
+from verl.algorithms.value_loss import compute_value_loss
+
+# Group estimators are vectorised throughout; the second name exists for scripts that ask for that variant.
+compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
+compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
+
+
+class AdvantageEstimator(StrEnum):
+    """Names of the built-in advantage estimators; each equals its string."""
+
+    GAE = "gae"
+    GRPO = "grpo"
+    GRPO_VECTORIZED = "grpo_vectorized"
+    RLOO = "rloo"
+    RLOO_VECTORIZED = "rloo_vectorized"
+    OPO = "opo"
+    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
+    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
+    GPG = "gpg"
+
+
+__all__ = [
+    "AdaptiveKLController",
+    "AdvantageEstimator",
+    "FixedKLController",
+    "agg_loss",
+    "compute_entropy_loss",
+    "compute_gae_advantage_return",
+    "compute_gpg_outcome_advantage",
+    "compute_grpo_outcome_advantage",
+    "compute_grpo_vectorized_outcome_advantage",
+    "compute_opo_outcome_advantage",
+    "compute_policy_loss",
+    "compute_policy_loss_gpg",
+    "compute_policy_loss_vanilla",
+    "compute_reinforce_plus_plus_baseline_outcome_advantage",
+    "compute_reinforce_plus_plus_outcome_advantage",
+    "compute_rewards",
+    "compute_rloo_outcome_advantage",
+    "compute_rloo_vectorized_outcome_advantage",
+    "compute_value_loss",
+    "get_adv_estimator_fn",
+    "get_kl_controller",
+    "get_policy_loss_fn",
+    "kl_penalty",
+    "register_adv_est",
+    "register_policy_loss",
+]

@@ -1,0 +1,245 @@
+"""The losses that engines train with, put together from the algorithm layer.
+
+A loss is called once per micro-batch as ``loss(outputs, micro_batch, info)`` and says beforehand what it needs:
+``want`` are the outputs that the engine must compute, ``fields`` the batch fields it reads, ``optional_fields`` those
+it uses when the batch has them.
+
+Every loss is divided by the global counts in ``info``. The loss values among the metrics are therefore shares of the
+mini-batch's number: they add up over micro-batches and ranks, whatever the split.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from verl.algorithms.aggregate import agg_loss, keep_masked, masked_mean
+from verl.algorithms.kl import check_kl_penalty, kl_penalty
+from verl.algorithms.registry import MetricValue, PolicyLossFn, get_policy_loss_fn
+from verl.algorithms.value_loss import compute_value_loss
+from verl.errors import ConfigError
+from verl.utils.metrics import Metric, MetricSet
+
+if TYPE_CHECKING:
+    from verl.config import ActorConfig, CriticConfig
+    from verl.workers.engine.base import GlobalBatchInfo
+
+Batch = TensorDict | Mapping[str, Tensor]
+
+
+class ConfigView:
+    """A sealed configuration section with one more entry, ``global_batch_info``.
+
+    Registered policy losses read the counts of the mini-batch from their ``config`` argument, yet the section is
+    sealed and shared. The view reads through to it, by attribute or :meth:`get`.
+    """
+
+    def __init__(self, section: Any, global_batch_info: Mapping[str, Any]) -> None:
+        self._section = section
+        self.global_batch_info = dict(global_batch_info)
+
+    def __getattr__(self, name: str) -> Any:  # only for names that are not attributes of the view itself
+        if name.startswith("__") or name == "_section":
+            raise AttributeError(name)
+        return getattr(self._section, name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The entry ``name``, or ``default``."""
+        return getattr(self, name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __contains__(self, name: str) -> bool:
+        return hasattr(self, name)
+
+
+def _counts(info: GlobalBatchInfo, loss_scale_factor: float | None) -> dict[str, Any]:
+    return {
+        "dp_size": info.dp_size,
+        "batch_num_tokens": info.batch_num_tokens,
+        "global_batch_size": info.global_batch_size,
+        "loss_scale_factor": loss_scale_factor,
+    }
+
+
+def _metric_set(
+    mask: Tensor,
+    info: GlobalBatchInfo,
+    *,
+    losses: Mapping[str, Tensor],
+    means: Mapping[str, MetricValue],
+) -> MetricSet:
+    """Turn a micro-batch's numbers into metrics that merge exactly.
+
+    Args:
+        mask: ``(B, R)``, of the micro-batch.
+        info: counts of the mini-batch.
+        losses: scalars from ``agg_loss``. Their weights are shares of the mini-batch's tokens and sum to 1 over its
+            pieces, so merging pieces adds the values up, and merging several mini-batches averages their losses.
+        means: means over the micro-batch's tokens, or complete metrics.
+    """
+    tensors = {name: value for name, value in {**losses, **means}.items() if isinstance(value, Tensor)}
+    # One transfer: reading scalars one at a time would stall an accelerator's queue for each of them.
+    numbers = torch.stack([t.detach().double() for t in (mask.bool().sum(), *tensors.values())]).tolist()
+    tokens, values = numbers[0], dict(zip(tensors, numbers[1:], strict=True))
+
+    out = MetricSet()
+    for name in losses:
+        out[name] = Metric("mean", values[name] / info.dp_size, tokens / max(float(info.batch_num_tokens), 1.0))
+    for name, value in means.items():
+        if isinstance(value, Metric):
+            out[name] = value
+        else:
+            number = values[name] if name in values else float(value)
+            out[name] = Metric("mean", number * tokens if tokens else 0.0, tokens)
+    return out
+
+
+@dataclass(frozen=True)
+class ActorLoss:
+    """Policy loss, less the entropy bonus, plus the KL loss; build it with :func:`actor_loss`."""
+
+    config: ActorConfig
+    policy_loss: PolicyLossFn
+    takes_weights: bool
+    want: frozenset[str]
+    fields: frozenset[str]
+    optional_fields: frozenset[str] = field(default=frozenset({"rollout_is_weights"}))
+
+    def __call__(self, outputs: Mapping[str, Tensor], batch: Batch, info: GlobalBatchInfo) -> tuple[Tensor, MetricSet]:
+        """Loss of a micro-batch.
+
+        Args:
+            outputs: ``log_probs`` and, if wanted, ``entropys``, ``(B, R)``, with gradients.
+            batch: the micro-batch.
+            info: counts of the mini-batch.
+
+        Returns:
+            ``(loss, metrics)``.
+        """
+        config = self.config
+        mask = batch["response_mask"]
+        counts = _counts(info, config.loss_scale_factor)
+        weights = batch.get("rollout_is_weights", None)
+        if weights is not None and not self.takes_weights:
+            raise ConfigError(
+                f"the batch has rollout_is_weights, but policy loss {config.policy_loss.loss_mode!r} has no parameter of that "
+                "name; add it to the loss or turn rollout importance weights off"
+            )
+        # Plug-ins may compute on padding, so it gets harmless values here: exp(nan) spoils gradients even if masked
+        # later.
+        log_probs = keep_masked(outputs["log_probs"], mask)
+        loss, plugin_metrics = self.policy_loss(
+            keep_masked(batch["old_log_probs"], mask),
+            log_probs,
+            keep_masked(batch["advantages"], mask),
+            mask,
+            config.loss_agg_mode,
+            ConfigView(config, counts),
+            **(
+                {"rollout_is_weights": weights if weights is None else keep_masked(weights, mask)}
+                if self.takes_weights
+                else {}
+            ),
+        )
+        losses: dict[str, Tensor] = {"actor/pg_loss": loss}
+        means: dict[str, MetricValue] = dict(plugin_metrics)
+        if "entropys" in self.want:
+            entropys = keep_masked(outputs["entropys"], mask)
+            loss = loss - config.entropy_coeff * agg_loss(entropys, mask, config.loss_agg_mode, **counts)
+            means["actor/entropy"] = masked_mean(entropys, mask)
+        if config.use_kl_loss:
+            estimate = kl_penalty(log_probs, keep_masked(batch["ref_log_prob"], mask), config.kl_loss_type)
+            kl_loss = agg_loss(estimate, mask, config.loss_agg_mode, **counts)
+            loss = loss + config.kl_loss_coef * kl_loss
+            losses["actor/kl_loss"] = kl_loss
+            means["actor/kl_coef"] = config.kl_loss_coef
+        return loss, _metric_set(mask, info, losses=losses, means=means)
+
+
+def actor_loss(config: ActorConfig) -> ActorLoss:
+    """Build the policy's loss from the actor section.
+
+    Raises:
+        ConfigError: unknown policy loss or KL estimate, or a KL estimate that needs logits.
+    """
+    policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
+    parameters = inspect.signature(policy_loss).parameters.values()
+    fields = {"response_mask", "old_log_probs", "advantages"}
+    if config.use_kl_loss:
+        check_kl_penalty(config.kl_loss_type, sampled_tokens_only=True)
+        fields.add("ref_log_prob")
+    return ActorLoss(
+        config=config,
+        policy_loss=policy_loss,
+        takes_weights=any(p.name == "rollout_is_weights" or p.kind is p.VAR_KEYWORD for p in parameters),
+        want=frozenset({"log_probs", "entropys"} if config.entropy_coeff != 0 else {"log_probs"}),
+        fields=frozenset(fields),
+    )
+
+
+@dataclass(frozen=True)
+class CriticLoss:
+    """Clipped value loss; build it with :func:`critic_loss`."""
+
+    config: CriticConfig
+    want: frozenset[str] = frozenset({"values"})
+    fields: frozenset[str] = frozenset({"response_mask", "values", "returns"})
+    optional_fields: frozenset[str] = frozenset()
+
+    def __call__(self, outputs: Mapping[str, Tensor], batch: Batch, info: GlobalBatchInfo) -> tuple[Tensor, MetricSet]:
+        """Loss of a micro-batch; ``outputs["values"]`` ``(B, R)`` with gradients, ``batch["values"]`` from before the update."""
+        mask = batch["response_mask"]
+        vpreds = keep_masked(outputs["values"], mask)
+        counts = _counts(info, getattr(self.config, "loss_scale_factor", None))
+        loss, clipfrac = compute_value_loss(
+            vpreds,
+            batch["returns"],
+            batch["values"],
+            mask,
+            self.config.cliprange_value,
+            self.config.loss_agg_mode,
+            **counts,
+        )
+        means: dict[str, MetricValue] = {
+            "critic/vf_clipfrac": clipfrac,
+            "critic/vpred_mean": masked_mean(vpreds, mask),
+        }
+        return loss, _metric_set(mask, info, losses={"critic/vf_loss": loss}, means=means)
+
+
+def critic_loss(config: CriticConfig) -> CriticLoss:
+    """Build the critic's loss from the critic section."""
+    return CriticLoss(config)
+
+
+@dataclass(frozen=True)
+class SFTLoss:
+    """Cross-entropy of the tokens to imitate; build it with :func:`sft_loss`."""
+
+    want: frozenset[str] = frozenset({"log_probs"})
+    fields: frozenset[str] = frozenset({"response_mask"})
+    optional_fields: frozenset[str] = frozenset({"loss_mask"})
+
+    def __call__(self, outputs: Mapping[str, Tensor], batch: Batch, info: GlobalBatchInfo) -> tuple[Tensor, MetricSet]:
+        """Token-mean negative log-likelihood over ``loss_mask`` if the batch has one, else ``response_mask``."""
+        mask = batch.get("loss_mask", None)
+        if mask is None:
+            mask = batch["response_mask"]
+        loss = agg_loss(-outputs["log_probs"], mask, "token-mean", **_counts(info, None))
+        return loss, _metric_set(mask, info, losses={"train/loss": loss}, means={})
+
+
+def sft_loss() -> SFTLoss:
+    """Build the supervised loss; ``info.batch_num_tokens`` must count the same mask."""
+    return SFTLoss()
