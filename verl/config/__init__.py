@@ -1,0 +1,60 @@
+"""Configuration: dataclasses that hold every key, its default, its help text and its checks.
+
+Imports no torch, ray or transformers, so that a configuration can be read, checked and printed anywhere.
+"""
+
+from __future__ import annotations
+
+from verl.config.actor import ActorConfig, ActorRolloutRefConfig, PolicyLossConfig, RefConfig
+from verl.config.algorithm import AlgorithmConfig, KLCtrlConfig
+from verl.config.base import Config, MicroBatch, find_problems, seal, to_dict, to_yaml
+from verl.config.checkpoint import CheckpointConfig
+from verl.config.critic import CriticConfig
+from verl.config.data import CustomClsConfig, DataConfig
+from verl.config.fsdp import FSDPConfig, MixedPrecisionConfig, WrapPolicyConfig
+from verl.config.model import ModelConfig
+from verl.config.optim import OptimConfig
+from verl.config.ppo import PPOConfig, RayKwargsConfig
+from verl.config.reward import CustomRewardFunctionConfig, RewardConfig, RewardManagerConfig, RewardModelConfig
+from verl.config.rollout import RolloutConfig, ValKwargsConfig
+from verl.config.sft import MultiturnConfig, SFTConfig, SFTDataConfig, SFTModelConfig, SFTTrainerConfig
+from verl.config.trainer import RunConfig, TrainerConfig
+
+__all__ = [
+    "ActorConfig",
+    "ActorRolloutRefConfig",
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "Config",
+    "CriticConfig",
+    "CustomClsConfig",
+    "CustomRewardFunctionConfig",
+    "DataConfig",
+    "FSDPConfig",
+    "KLCtrlConfig",
+    "MicroBatch",
+    "MixedPrecisionConfig",
+    "ModelConfig",
+    "MultiturnConfig",
+    "OptimConfig",
+    "PPOConfig",
+    "PolicyLossConfig",
+    "RayKwargsConfig",
+    "RefConfig",
+    "RewardConfig",
+    "RewardManagerConfig",
+    "RewardModelConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SFTConfig",
+    "SFTDataConfig",
+    "SFTModelConfig",
+    "SFTTrainerConfig",
+    "TrainerConfig",
+    "ValKwargsConfig",
+    "WrapPolicyConfig",
+    "find_problems",
+    "seal",
+    "to_dict",
+    "to_yaml",
+]

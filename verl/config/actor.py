@@ -1,0 +1,152 @@
+"""The policy that is trained, and its reference."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from verl.config.base import Config, MicroBatch, opt, section
+from verl.config.checkpoint import CheckpointConfig
+from verl.config.fsdp import FSDPConfig
+from verl.config.model import ModelConfig
+from verl.config.optim import OptimConfig
+from verl.config.rollout import RolloutConfig
+
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+_KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
+KL_PENALTIES = _KL + tuple(f"{name}+" for name in _KL)
+ACTOR = "actor_rollout_ref.actor"
+
+
+def strategy_problems(strategy: str) -> Iterator[str]:
+    """Yield the problem of a training engine that is known but not there."""
+    if strategy not in ("fsdp", "fsdp2"):
+        hint = "the Megatron engine is not in this version" if strategy == "megatron" else "there is no such engine"
+        yield f"strategy={strategy!r}: {hint}; use 'fsdp' or 'fsdp2', which both mean the FSDP2 engine"
+
+
+@dataclass
+class PolicyLossConfig(Config):
+    """Which policy loss."""
+
+    loss_mode: str = opt("vanilla", "Name of the policy loss; 'vanilla' is PPO's clipped loss with dual clip.")
+
+
+@dataclass
+class ActorConfig(Config):
+    """Training of the policy."""
+
+    # Counts over the whole mini-batch, set per mini-batch by with_batch_info(); not a key.
+    global_batch_info: ClassVar[Mapping[str, Any]] = {}
+
+    strategy: str = opt("fsdp", "Training engine; fsdp and fsdp2 both mean the FSDP2 engine.")
+    ppo_mini_batch_size: int = opt(
+        256, "Prompts per optimizer step, over all ranks (times rollout.n samples).", ge=1
+    )
+    ppo_micro_batch_size_per_gpu: int | None = opt(
+        None, "Samples per rank in one forward and backward pass; not given = the rank's whole mini-batch.", ge=1
+    )
+    ppo_micro_batch_size: int | None = opt(
+        None, "Old form of ppo_micro_batch_size_per_gpu: samples over all ranks.", ge=1
+    )
+    use_dynamic_bsz: bool = opt(
+        False, "Fill micro-batches up to ppo_max_token_len_per_gpu tokens; micro-batch sizes then play no part."
+    )
+    ppo_max_token_len_per_gpu: int = opt(16384, "Tokens per rank in one pass with use_dynamic_bsz.", ge=1)
+    ppo_epochs: int = opt(1, "Passes over the rollout batch.", ge=1)
+    shuffle: bool = opt(False, "Shuffle the rollout batch before it is split into mini-batches.")
+    clip_ratio: float = opt(0.2, "Clip range of the probability ratio.", ge=0)
+    clip_ratio_low: float = opt(0.2, "Lower clip range.", ge=0, inherits=f"{ACTOR}.clip_ratio")
+    clip_ratio_high: float = opt(0.2, "Upper clip range.", ge=0, inherits=f"{ACTOR}.clip_ratio")
+    clip_ratio_c: float = opt(3.0, "Dual-clip bound on the loss of tokens with negative advantage.", gt=1)
+    policy_loss: PolicyLossConfig = section(PolicyLossConfig, "Which policy loss.")
+    loss_agg_mode: str = opt("token-mean", "How token losses become one number.", choices=LOSS_AGG_MODES)
+    loss_scale_factor: int | None = opt(
+        None, "Divisor of seq-mean-token-sum-norm, in tokens; not given = the response length.", ge=1
+    )
+    entropy_coeff: float = opt(0.0, "Weight of the entropy bonus.")
+    use_kl_loss: bool = opt(False, "Add the KL divergence from the reference policy to the loss.")
+    kl_loss_coef: float = opt(0.001, "Weight of the KL loss.", ge=0)
+    kl_loss_type: str = opt("low_var_kl", "Estimator of the KL loss.", choices=KL_PENALTIES)
+    optim: OptimConfig = section(OptimConfig, "Optimizer of the policy.")
+    fsdp_config: FSDPConfig = section(FSDPConfig, "Sharding, offload and numeric types of the policy.")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "Contents of the policy's checkpoint.")
+
+    def problems(self) -> Iterator[str]:
+        yield from strategy_problems(self.strategy)
+
+    def micro_batch(self) -> MicroBatch:
+        """Return how an update splits a rank's mini-batch."""
+        if self.use_dynamic_bsz:
+            return MicroBatch(None, self.ppo_max_token_len_per_gpu)
+        return MicroBatch(self.ppo_micro_batch_size_per_gpu, None)
+
+    def with_batch_info(self, info: Mapping[str, Any]) -> ActorConfig:
+        """Return a copy whose ``global_batch_info`` is ``info``, as registered policy losses read it.
+
+        Args:
+            info: ``dp_size``, ``batch_num_tokens``, ``global_batch_size``, ``loss_scale_factor`` of the mini-batch.
+        """
+        other = copy.copy(self)
+        object.__setattr__(other, "global_batch_info", dict(info))
+        return other
+
+
+@dataclass
+class RefConfig(Config):
+    """The frozen reference policy."""
+
+    strategy: str = opt("fsdp", "Engine of the reference.", inherits=f"{ACTOR}.strategy")
+    fsdp_config: FSDPConfig = section(
+        FSDPConfig, "Sharding, offload and numeric types of the reference.", inherits=f"{ACTOR}.fsdp_config"
+    )
+    log_prob_micro_batch_size_per_gpu: int | None = opt(
+        None,
+        "Samples per rank in one forward pass; not given = all at once.",
+        ge=1,
+        inherits="actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+    )
+    log_prob_micro_batch_size: int | None = opt(
+        None, "Old form of log_prob_micro_batch_size_per_gpu: samples over all ranks.", ge=1
+    )
+    log_prob_use_dynamic_bsz: bool = opt(
+        False,
+        "Fill micro-batches up to log_prob_max_token_len_per_gpu tokens.",
+        inherits="actor_rollout_ref.rollout.log_prob_use_dynamic_bsz",
+    )
+    log_prob_max_token_len_per_gpu: int = opt(
+        16384,
+        "Tokens per rank in one forward pass with log_prob_use_dynamic_bsz.",
+        ge=1,
+        inherits="actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
+    )
+
+    def problems(self) -> Iterator[str]:
+        yield from strategy_problems(self.strategy)
+
+    def log_prob_micro_batch(self) -> MicroBatch:
+        """Return how the reference splits a rank's batch."""
+        if self.log_prob_use_dynamic_bsz:
+            return MicroBatch(None, self.log_prob_max_token_len_per_gpu)
+        return MicroBatch(self.log_prob_micro_batch_size_per_gpu, None)
+
+
+@dataclass
+class ActorRolloutRefConfig(Config):
+    """Policy, generation and reference, which share worker processes."""
+
+    hybrid_engine: bool = opt(True, "Training and generation share processes and parameters.")
+    nccl_timeout: int = opt(600, "Time limit of a collective operation, in seconds.", ge=1)
+    model: ModelConfig = section(ModelConfig, "The policy's model.")
+    actor: ActorConfig = section(ActorConfig, "Training of the policy.")
+    rollout: RolloutConfig = section(RolloutConfig, "Generation.")
+    ref: RefConfig = section(RefConfig, "The frozen reference policy.")
+
+    def problems(self) -> Iterator[str]:
+        if not self.hybrid_engine:
+            yield (
+                "hybrid_engine=False: generation in processes of its own is not in this version; "
+                "use hybrid_engine=True"
+            )

@@ -1,0 +1,64 @@
+"""Prompt data of reinforcement learning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.base import Config, opt, section
+
+TRUNCATIONS = ("error", "left", "right", "middle")
+
+
+@dataclass
+class CustomClsConfig(Config):
+    """A dataset class of the user."""
+
+    path: str | None = opt(None, "Python file with the class; not given = the built-in dataset.")
+    name: str | None = opt(None, "Name of the class in the file.")
+
+    def problems(self) -> Iterator[str]:
+        if bool(self.path) != bool(self.name):
+            given, missing = ("path", "name") if self.path else ("name", "path")
+            yield f"{missing}=None: {given}={getattr(self, given)!r} is given, so {missing} must be given too"
+
+
+@dataclass
+class DataConfig(Config):
+    """Prompts for training and validation."""
+
+    train_files: list[str] = opt([], "Training files, Parquet or JSONL: one path or a list.")
+    val_files: list[str] = opt([], "Validation files, Parquet or JSONL: one path or a list; empty = no validation.")
+    prompt_key: str = opt("prompt", "Column with the chat messages.")
+    reward_fn_key: str = opt("data_source", "Column that selects the scorer.")
+    max_prompt_length: int = opt(512, "Longest prompt, in tokens.", ge=1)
+    max_response_length: int = opt(512, "Longest response, in tokens.", ge=1)
+    train_batch_size: int = opt(1024, "Prompts per training step, over all ranks.", ge=1)
+    gen_batch_size: int | None = opt(
+        None, "Prompts per generation call; must be train_batch_size here.", ge=1, inherits="data.train_batch_size"
+    )
+    val_batch_size: int | None = opt(
+        None, "Prompts per validation batch; not given = the whole validation set.", ge=1
+    )
+    shuffle: bool = opt(True, "Shuffle the training prompts in every epoch.")
+    validation_shuffle: bool = opt(False, "Shuffle the validation prompts.")
+    seed: int | None = opt(None, "Seed of the shuffling; not given = derived from trainer.seed.")
+    train_max_samples: int = opt(-1, "Use only this many training prompts; -1 = all.", ge=-1)
+    val_max_samples: int = opt(-1, "Use only this many validation prompts; -1 = all.", ge=-1)
+    filter_overlong_prompts: bool = opt(False, "Drop prompts longer than max_prompt_length at start-up.")
+    filter_overlong_prompts_workers: int = opt(1, "Processes that measure prompts for the filter.", ge=1)
+    truncation: str = opt(
+        "error",
+        "What a prompt longer than max_prompt_length means: an error, or where to cut.",
+        choices=TRUNCATIONS,
+    )
+    return_raw_chat: bool = opt(True, "Keep the chat messages in the batch (raw_prompt); a reward model needs them.")
+    apply_chat_template_kwargs: dict[str, Any] = opt({}, "Keyword arguments of the tokenizer's chat template.")
+    custom_cls: CustomClsConfig = section(CustomClsConfig, "A dataset class of the user.")
+    dataloader_num_workers: int = opt(0, "Processes that read prompts; 0 = in the controller.", ge=0)
+    trust_remote_code: bool = opt(
+        False,
+        "Run Python code that comes with the tokenizer.",
+        inherits="actor_rollout_ref.model.trust_remote_code",
+    )

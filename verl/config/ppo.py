@@ -1,0 +1,228 @@
+"""The root of a reinforcement-learning configuration and the rules between its sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.actor import ActorConfig, ActorRolloutRefConfig
+from verl.config.algorithm import ADV_ESTIMATORS, NEEDS_GROUPS, NEEDS_VALUES, POLICY_LOSSES, AlgorithmConfig
+from verl.config.base import Config, opt, section, suggestion
+from verl.config.batching import batch_problems, sizes_per_gpu, token_problems
+from verl.config.critic import CriticConfig
+from verl.config.data import DataConfig
+from verl.config.files import missing_file, missing_model, raise_problems
+from verl.config.fsdp import FSDPConfig
+from verl.config.reward import RewardConfig, RewardModelConfig
+from verl.config.trainer import TrainerConfig
+
+# Old key over all ranks, and the key per rank that its own one falls back to.
+_OVER_ALL_RANKS = (
+    ("actor_rollout_ref.actor.ppo_micro_batch_size", None),
+    ("actor_rollout_ref.rollout.log_prob_micro_batch_size", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
+    (
+        "actor_rollout_ref.ref.log_prob_micro_batch_size",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+    ),
+    ("critic.ppo_micro_batch_size", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
+    ("critic.forward_micro_batch_size", "critic.ppo_micro_batch_size_per_gpu"),
+    ("reward_model.micro_batch_size", None),
+)
+
+
+@dataclass
+class RayKwargsConfig(Config):
+    """How Ray is started."""
+
+    ray_init: dict[str, Any] = opt({}, "Keyword arguments of ray.init, for example num_cpus, address or runtime_env.")
+
+
+@dataclass
+class PPOConfig(Config):
+    """Everything that ``python -m verl.trainer.main_ppo`` reads."""
+
+    data: DataConfig = section(DataConfig, "Prompts for training and validation.")
+    actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig, "Policy, generation and reference.")
+    critic: CriticConfig = section(CriticConfig, "The value function.")
+    reward_model: RewardModelConfig = section(RewardModelConfig, "A model that scores responses.")
+    reward: RewardConfig = section(RewardConfig, "Functions that score responses.")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "Advantages and KL control.")
+    trainer: TrainerConfig = section(TrainerConfig, "The training run.")
+    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "How Ray is started.")
+
+    @property
+    def use_critic(self) -> bool:
+        """Whether the run trains a critic: ``critic.enable``, or else whether the estimator needs values."""
+        if self.critic.enable is not None:
+            return self.critic.enable
+        return self.algorithm.adv_estimator in NEEDS_VALUES
+
+    @property
+    def use_reference_policy(self) -> bool:
+        """Whether the run needs the reference policy's log-probabilities."""
+        return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+
+    def derive(self) -> Iterator[str]:
+        """Turn micro-batch sizes over all ranks into sizes per rank; yield those that do not divide."""
+        return sizes_per_gpu(self, _OVER_ALL_RANKS, self.trainer.world_size)
+
+    def problems(self) -> Iterator[str]:
+        yield from self._data_problems()
+        yield from self._algorithm_problems()
+        yield from self._length_problems()
+        yield from self._batch_problems()
+        yield from self._device_problems()
+
+    def check_files(self) -> None:
+        """Check that the files which the run reads exist.
+
+        Raises:
+            ConfigError: naming every file that is missing.
+        """
+        bad: list[str | None] = []
+        bad += [missing_file(f"data.train_files={f}", f) for f in self.data.train_files]
+        bad += [missing_file(f"data.val_files={f}", f) for f in self.data.val_files]
+        models = [("actor_rollout_ref.model", self.actor_rollout_ref.model)]
+        if self.use_critic:
+            models.append(("critic.model", self.critic.model))
+        if self.reward_model.enable:
+            models.append(("reward_model.model", self.reward_model.model))
+        for where, model in models:
+            bad.append(missing_model(f"{where}.path", model.path))
+            bad.append(missing_model(f"{where}.tokenizer_path", model.tokenizer_path, needs_config=False))
+        for key, path in (
+            ("reward.custom_reward_function.path", self.reward.custom_reward_function.path),
+            ("data.custom_cls.path", self.data.custom_cls.path),
+            ("trainer.resume_from_path", self.trainer.resume_from_path),
+        ):
+            bad.append(missing_file(f"{key}={path}", path, directory=key.startswith("trainer")))
+        raise_problems("files that the configuration names are missing", bad)
+
+    def _data_problems(self) -> Iterator[str]:
+        data, trainer = self.data, self.trainer
+        if not data.train_files and not trainer.val_only:
+            yield "data.train_files=[]: give the training data, data.train_files=train.parquet or a list of files"
+        if not data.val_files and (trainer.val_only or trainer.test_freq > 0):
+            why = "trainer.val_only=True" if trainer.val_only else f"trainer.test_freq={trainer.test_freq}"
+            yield f"data.val_files=[]: {why} needs validation data, data.val_files=test.parquet or a list of files"
+        if not self.actor_rollout_ref.model.path:
+            yield "actor_rollout_ref.model.path=None: give the model to train, a directory or a Hugging Face id"
+        if self.reward_model.enable and not data.return_raw_chat:
+            yield (
+                "data.return_raw_chat=False: the reward model applies its own chat template, so it needs the chat "
+                "messages; use data.return_raw_chat=True"
+            )
+
+    def _algorithm_problems(self) -> Iterator[str]:
+        algorithm, actor, rollout = self.algorithm, self.actor_rollout_ref.actor, self.actor_rollout_ref.rollout
+        plug_in = bool(self.actor_rollout_ref.model.external_lib)
+        for key, name, known in (
+            ("algorithm.adv_estimator", algorithm.adv_estimator, ADV_ESTIMATORS),
+            ("actor_rollout_ref.actor.policy_loss.loss_mode", actor.policy_loss.loss_mode, POLICY_LOSSES),
+        ):
+            if name not in known and not plug_in:
+                yield (
+                    f"{key}={name!r}: expected one of {', '.join(known)}{suggestion(name, known)} (a plug-in's name "
+                    "needs its module in actor_rollout_ref.model.external_lib)"
+                )
+        estimator = algorithm.adv_estimator
+        if estimator in NEEDS_VALUES and self.critic.enable is False:
+            yield (
+                f"critic.enable=False: algorithm.adv_estimator={estimator!r} needs values; leave critic.enable out, or "
+                "choose an estimator without a critic, for example grpo"
+            )
+        if self.critic.enable and estimator in ADV_ESTIMATORS and estimator not in NEEDS_VALUES:
+            yield (
+                f"critic.enable=True: algorithm.adv_estimator={estimator!r} uses no values, so the critic would train "
+                "for nothing; leave critic.enable out"
+            )
+        if self.trainer.critic_warmup > 0 and not self.use_critic:
+            yield (
+                f"trainer.critic_warmup={self.trainer.critic_warmup}: there is no critic to warm up with "
+                f"algorithm.adv_estimator={estimator!r}; use 0"
+            )
+        if estimator in NEEDS_GROUPS and rollout.n == 1:
+            yield (
+                f"actor_rollout_ref.rollout.n=1: algorithm.adv_estimator={estimator!r} compares the samples of one "
+                "prompt, so it needs at least 2; 5 to 16 are usual"
+            )
+        if rollout.n > 1 and not rollout.do_sample:
+            yield (
+                f"actor_rollout_ref.rollout.do_sample=False: the {rollout.n} samples of a prompt would all be the same; "
+                "use do_sample=True or n=1"
+            )
+        if algorithm.use_kl_in_reward and actor.use_kl_loss:
+            yield (
+                "algorithm.use_kl_in_reward=True: actor_rollout_ref.actor.use_kl_loss is True too, which would penalise "
+                "the KL divergence twice; keep one of them"
+            )
+
+    def _length_problems(self) -> Iterator[str]:
+        data, rollout = self.data, self.actor_rollout_ref.rollout
+        for key, here, there in (
+            ("prompt_length", rollout.prompt_length, data.max_prompt_length),
+            ("response_length", rollout.response_length, data.max_response_length),
+        ):
+            if here != there:
+                yield (
+                    f"actor_rollout_ref.rollout.{key}={here}: differs from data.max_{key}={there}; "
+                    f"give data.max_{key} alone"
+                )
+        if data.gen_batch_size not in (None, data.train_batch_size):
+            yield (
+                f"data.gen_batch_size={data.gen_batch_size}: differs from data.train_batch_size="
+                f"{data.train_batch_size}, which only group filtering needs and this version does not have; leave it out"
+            )
+
+    def _batch_problems(self) -> Iterator[str]:
+        arr, critic, data, world = self.actor_rollout_ref, self.critic, self.data, self.trainer.world_size
+        tokens = data.max_prompt_length + data.max_response_length
+        trained: list[tuple[str, ActorConfig | CriticConfig]] = [("actor_rollout_ref.actor", arr.actor)]
+        if self.use_critic:
+            trained.append(("critic", critic))
+        for where, role in trained:
+            yield from batch_problems(
+                f"{where}.ppo_mini_batch_size",
+                role.ppo_mini_batch_size,
+                f"{where}.ppo_micro_batch_size_per_gpu",
+                role.micro_batch().size,
+                total_key="data.train_batch_size",
+                total=data.train_batch_size,
+                samples=arr.rollout.n,
+                world=world,
+            )
+        budgets = [
+            ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", arr.actor.micro_batch().max_tokens),
+            ("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu", arr.rollout.log_prob_micro_batch().max_tokens),
+        ]
+        if self.use_reference_policy:
+            budgets.append(
+                ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", arr.ref.log_prob_micro_batch().max_tokens)
+            )
+        if self.use_critic:
+            budgets.append(("critic.ppo_max_token_len_per_gpu", critic.micro_batch().max_tokens))
+            budgets.append(("critic.forward_max_token_len_per_gpu", critic.forward_micro_batch().max_tokens))
+        yield from token_problems(budgets, tokens, "data.max_prompt_length + data.max_response_length")
+
+    def _device_problems(self) -> Iterator[str]:
+        trainer, world = self.trainer, self.trainer.world_size
+        if trainer.controller == "local" and world != 1:
+            yield (
+                f"trainer.controller='local': runs one worker, but trainer.nnodes * trainer.n_gpus_per_node = "
+                f"{trainer.nnodes} * {trainer.n_gpus_per_node} = {world}; set both to 1, or use trainer.controller=ray"
+            )
+        shards: list[tuple[str, FSDPConfig]] = [
+            ("actor_rollout_ref.actor", self.actor_rollout_ref.actor.fsdp_config),
+            ("actor_rollout_ref.ref", self.actor_rollout_ref.ref.fsdp_config),
+        ]
+        if self.use_critic:
+            shards.append(("critic", self.critic.fsdp_config))
+        if self.reward_model.enable:
+            shards.append(("reward_model", self.reward_model.fsdp_config))
+        for where, fsdp in shards:
+            if fsdp.fsdp_size > 0 and world % fsdp.fsdp_size and fsdp.fsdp_size < world:
+                yield (
+                    f"{where}.fsdp_config.fsdp_size={fsdp.fsdp_size}: must divide trainer.nnodes * "
+                    f"trainer.n_gpus_per_node = {world}"
+                )

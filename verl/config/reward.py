@@ -1,0 +1,91 @@
+"""Reward functions and the reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.actor import ACTOR, strategy_problems
+from verl.config.base import Config, MicroBatch, opt, section
+from verl.config.fsdp import FSDPConfig
+from verl.config.model import ModelConfig
+
+OUTCOMES = ("fail", "score", "abstain")
+
+
+@dataclass
+class CustomRewardFunctionConfig(Config):
+    """A reward function in a file of the user."""
+
+    path: str | None = opt(None, "Python file with the function; not given = the built-in scorers by data_source.")
+    name: str = opt("compute_score", "Name of the function in the file.")
+    reward_kwargs: dict[str, Any] = opt({}, "Keyword arguments given to every call of the function.")
+
+
+@dataclass
+class RewardManagerConfig(Config):
+    """Which reward manager."""
+
+    name: str = opt("naive", "Name of the reward manager.")
+
+
+@dataclass
+class RewardConfig(Config):
+    """How responses are scored by functions."""
+
+    custom_reward_function: CustomRewardFunctionConfig = section(
+        CustomRewardFunctionConfig, "A reward function in a file of the user."
+    )
+    reward_manager: RewardManagerConfig = section(RewardManagerConfig, "Which reward manager.")
+    reward_kwargs: dict[str, Any] = opt({}, "Keyword arguments of the reward manager's constructor.")
+    num_workers: int = opt(1, "Processes that score responses; 1 = in the controller.", ge=1)
+    timeout_s: float | None = opt(None, "Time limit of one call of the reward function, in seconds.", gt=0)
+    on_error: str = opt(
+        "fail",
+        "What a call that raises or returns no finite number means: stop the run, the score error_score, or no sample.",
+        choices=OUTCOMES,
+    )
+    on_timeout: str = opt(
+        "fail", "What a call beyond timeout_s means.", choices=OUTCOMES, inherits="reward.on_error"
+    )
+    error_score: float = opt(0.0, "Score of a failed call with on_error=score or on_timeout=score.")
+
+
+@dataclass
+class RewardModelConfig(Config):
+    """A sequence-classification model that scores responses."""
+
+    enable: bool = opt(False, "Score responses with a model.")
+    strategy: str = opt("fsdp", "Engine of the reward model.", inherits=f"{ACTOR}.strategy")
+    model: ModelConfig = section(ModelConfig, "The reward model; its own chat template is applied.")
+    fsdp_config: FSDPConfig = section(FSDPConfig, "Sharding, offload and numeric types of the reward model.")
+    micro_batch_size_per_gpu: int | None = opt(
+        None, "Samples per rank in one forward pass; not given = all at once.", ge=1
+    )
+    micro_batch_size: int | None = opt(None, "Old form of micro_batch_size_per_gpu: samples over all ranks.", ge=1)
+    use_dynamic_bsz: bool = opt(
+        False, "Fill micro-batches up to forward_max_token_len_per_gpu tokens.", inherits="critic.use_dynamic_bsz"
+    )
+    forward_max_token_len_per_gpu: int = opt(
+        16384,
+        "Tokens per rank in one forward pass with use_dynamic_bsz.",
+        ge=1,
+        inherits="critic.forward_max_token_len_per_gpu",
+    )
+    max_length: int | None = opt(
+        None, "Largest conversation given to the model, in its tokens; not given = prompt plus response length.", ge=1
+    )
+
+    def problems(self) -> Iterator[str]:
+        if not self.enable:
+            return
+        yield from strategy_problems(self.strategy)
+        if not self.model.path:
+            yield "model.path=None: reward_model.enable=True needs the directory or id of a sequence-classification model"
+
+    def micro_batch(self) -> MicroBatch:
+        """Return how a rank's batch is split."""
+        if self.use_dynamic_bsz:
+            return MicroBatch(None, self.forward_max_token_len_per_gpu)
+        return MicroBatch(self.micro_batch_size_per_gpu, None)

@@ -1,0 +1,156 @@
+"""The root of a supervised fine-tuning configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.actor import strategy_problems
+from verl.config.base import Config, MicroBatch, opt, section
+from verl.config.batching import batch_problems, sizes_per_gpu, token_problems
+from verl.config.checkpoint import CheckpointConfig
+from verl.config.data import CustomClsConfig
+from verl.config.files import missing_file, missing_model, raise_problems
+from verl.config.fsdp import FSDPConfig
+from verl.config.model import ModelConfig
+from verl.config.optim import OptimConfig
+from verl.config.trainer import RunConfig
+
+
+@dataclass
+class MultiturnConfig(Config):
+    """Rows that hold whole conversations."""
+
+    enable: bool = opt(False, "Rows hold conversations; the loss is on all assistant turns.")
+    messages_key: str = opt("messages", "Column with the chat messages.")
+    tools_key: str = opt("tools", "Column with the tool schemas, if there is one.")
+
+
+@dataclass
+class SFTDataConfig(Config):
+    """Examples for training and validation."""
+
+    train_files: list[str] = opt([], "Training files, Parquet or JSONL: one path or a list.")
+    val_files: list[str] = opt([], "Validation files, Parquet or JSONL: one path or a list; empty = no validation.")
+    train_batch_size: int = opt(256, "Examples per optimizer step, over all ranks.", ge=1)
+    micro_batch_size_per_gpu: int | None = opt(
+        None, "Examples per rank in one pass; not given = the rank's whole batch.", ge=1
+    )
+    micro_batch_size: int | None = opt(None, "Old form of micro_batch_size_per_gpu: examples over all ranks.", ge=1)
+    use_dynamic_bsz: bool = opt(
+        False, "Fill micro-batches up to max_token_len_per_gpu tokens; micro-batch sizes then play no part."
+    )
+    max_token_len_per_gpu: int = opt(8192, "Tokens per rank in one pass with use_dynamic_bsz.", ge=1)
+    max_length: int = opt(1024, "Longest example, in tokens.", ge=1)
+    truncation: str = opt(
+        "error",
+        "What an example longer than max_length means: an error, or where to cut.",
+        choices=("error", "left", "right"),
+    )
+    pad_mode: str = opt(
+        "no_padding",
+        "How a micro-batch is laid out: packed without padding, or padded on the right to max_length.",
+        choices=("no_padding", "right"),
+    )
+    prompt_key: str = opt("prompt", "Column with the prompt, text or chat messages.")
+    response_key: str = opt("response", "Column with the response text.")
+    prompt_dict_keys: list[str] = opt([], "Keys to follow inside prompt_key's value, for example [question].")
+    response_dict_keys: list[str] = opt([], "Keys to follow inside response_key's value, for example [answer].")
+    multiturn: MultiturnConfig = section(MultiturnConfig, "Rows that hold whole conversations.")
+    apply_chat_template_kwargs: dict[str, Any] = opt({}, "Keyword arguments of the tokenizer's chat template.")
+    custom_cls: CustomClsConfig = section(CustomClsConfig, "A dataset class of the user.")
+    shuffle: bool = opt(True, "Shuffle the examples in every epoch.")
+    seed: int | None = opt(None, "Seed of the shuffling; not given = derived from trainer.seed.")
+    train_max_samples: int = opt(-1, "Use only this many training examples; -1 = all.", ge=-1)
+    val_max_samples: int = opt(-1, "Use only this many validation examples; -1 = all.", ge=-1)
+    dataloader_num_workers: int = opt(0, "Processes that read examples; 0 = in the trainer.", ge=0)
+
+    def micro_batch(self) -> MicroBatch:
+        """Return how a rank's batch is split."""
+        if self.use_dynamic_bsz:
+            return MicroBatch(None, self.max_token_len_per_gpu)
+        return MicroBatch(self.micro_batch_size_per_gpu, None)
+
+
+@dataclass
+class SFTModelConfig(ModelConfig):
+    """The model to tune and its engine."""
+
+    strategy: str = opt("fsdp", "Training engine; fsdp and fsdp2 both mean the FSDP2 engine.")
+    fsdp_config: FSDPConfig = section(FSDPConfig, "Sharding, offload and numeric types.")
+
+    def problems(self) -> Iterator[str]:
+        yield from strategy_problems(self.strategy)
+
+
+@dataclass
+class SFTTrainerConfig(RunConfig):
+    """The fine-tuning run."""
+
+    checkpoint: CheckpointConfig = section(
+        CheckpointConfig,
+        "Contents of the checkpoint.",
+        save_contents=["model", "optimizer", "extra", "hf_model"],
+    )
+    nccl_timeout: int = opt(600, "Time limit of a collective operation, in seconds.", ge=1)
+
+
+@dataclass
+class SFTConfig(Config):
+    """Everything that supervised fine-tuning reads."""
+
+    data: SFTDataConfig = section(SFTDataConfig, "Examples for training and validation.")
+    model: SFTModelConfig = section(SFTModelConfig, "The model to tune and its engine.")
+    optim: OptimConfig = section(
+        OptimConfig, "Optimizer.", lr=1e-5, betas=[0.9, 0.95], lr_scheduler_type="cosine", lr_warmup_steps_ratio=0.1
+    )
+    trainer: SFTTrainerConfig = section(SFTTrainerConfig, "The fine-tuning run.")
+
+    def derive(self) -> Iterator[str]:
+        """Turn the micro-batch size over all ranks into one per rank; yield a sentence if it does not divide."""
+        return sizes_per_gpu(self, (("data.micro_batch_size", None),), self.trainer.world_size)
+
+    def problems(self) -> Iterator[str]:
+        data, world = self.data, self.trainer.world_size
+        if not data.train_files:
+            yield "data.train_files=[]: give the training data, data.train_files=train.parquet or a list of files"
+        if not data.val_files and self.trainer.test_freq > 0:
+            yield (
+                f"data.val_files=[]: trainer.test_freq={self.trainer.test_freq} needs validation data, "
+                "data.val_files=test.parquet or a list of files"
+            )
+        if not self.model.path:
+            yield "model.path=None: give the model to tune, a directory or a Hugging Face id"
+        yield from batch_problems(
+            "data.train_batch_size",
+            data.train_batch_size,
+            "data.micro_batch_size_per_gpu",
+            data.micro_batch().size,
+            total_key="data.train_batch_size",
+            total=data.train_batch_size,
+            samples=1,
+            world=world,
+        )
+        yield from token_problems(
+            [("data.max_token_len_per_gpu", data.micro_batch().max_tokens)], data.max_length, "data.max_length"
+        )
+        size = self.model.fsdp_config.fsdp_size
+        if 0 < size < world and world % size:
+            yield f"model.fsdp_config.fsdp_size={size}: must divide trainer.nnodes * trainer.n_gpus_per_node = {world}"
+
+    def check_files(self) -> None:
+        """Check that the files which the run reads exist.
+
+        Raises:
+            ConfigError: naming every file that is missing.
+        """
+        data = self.data
+        bad = [missing_file(f"data.train_files={f}", f) for f in data.train_files]
+        bad += [missing_file(f"data.val_files={f}", f) for f in data.val_files]
+        bad.append(missing_model("model.path", self.model.path))
+        bad.append(missing_model("model.tokenizer_path", self.model.tokenizer_path, needs_config=False))
+        bad.append(missing_file(f"data.custom_cls.path={data.custom_cls.path}", data.custom_cls.path))
+        resume = self.trainer.resume_from_path
+        bad.append(missing_file(f"trainer.resume_from_path={resume}", resume, directory=True))
+        raise_problems("files that the configuration names are missing", bad)

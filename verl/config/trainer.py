@@ -1,0 +1,88 @@
+"""The training run: length, devices, saving, validation, logging."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from verl.config.base import Config, opt
+
+LOGGERS = ("console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "file")
+
+
+@dataclass
+class RunConfig(Config):
+    """What the trainers of reinforcement learning and of supervised fine-tuning share."""
+
+    project_name: str = opt("verl", "Project in the trackers and in default_local_dir.")
+    experiment_name: str = opt("default", "Run in the trackers and in default_local_dir.")
+    logger: list[str] = opt(["console"], "Where metrics go: one tracker or a list.", choices=LOGGERS)
+    total_epochs: int = opt(30, "Passes over the training data.", ge=1)
+    total_training_steps: int | None = opt(None, "Training steps; not given = total_epochs.", ge=1)
+    nnodes: int = opt(1, "Nodes.", ge=1)
+    n_gpus_per_node: int = opt(8, "GPUs per node; on CPU the number of worker processes.", ge=1)
+    device: str = opt("auto", "Device; auto = CUDA where there is a GPU, else CPU.", choices=("auto", "cpu", "cuda"))
+    cpu_threads_per_worker: int | None = opt(
+        None, "Threads of each worker process on CPU; not given = the cores divided by the workers.", ge=1
+    )
+    seed: int = opt(1, "Seed of the run; every other seed derives from it.", ge=0)
+    deterministic: bool = opt(False, "Use only kernels that repeat bit for bit (CUDA: slower).")
+    save_freq: int = opt(-1, "Save every so many steps and at the end; -1 = never.", ge=-1)
+    test_freq: int = opt(-1, "Validate every so many steps and at the end; -1 = never during training.", ge=-1)
+    default_local_dir: str = opt(
+        "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "Directory of the checkpoints."
+    )
+    resume_mode: str = opt(
+        "auto",
+        "auto = go on from the last checkpoint if there is one; disable; resume_path = from resume_from_path.",
+        choices=("auto", "disable", "resume_path"),
+    )
+    resume_from_path: str | None = opt(None, "Checkpoint (a global_step_N directory) to go on from.")
+    max_ckpt_to_keep: int | None = opt(None, "Checkpoints to keep, the newest; not given = all.", ge=1)
+
+    @property
+    def world_size(self) -> int:
+        """Worker processes of a role: nnodes times n_gpus_per_node."""
+        return self.nnodes * self.n_gpus_per_node
+
+    def problems(self) -> Iterator[str]:
+        for name in ("save_freq", "test_freq"):
+            if getattr(self, name) == 0:
+                yield f"{name}=0: must be -1 (never) or a positive number of steps"
+        if self.resume_mode == "resume_path" and not self.resume_from_path:
+            yield "resume_from_path=None: resume_mode=resume_path needs the global_step_N directory to go on from"
+        if self.resume_from_path and self.resume_mode != "resume_path":
+            yield (
+                f"resume_from_path={self.resume_from_path!r}: is read only with resume_mode=resume_path, "
+                f"which is {self.resume_mode!r}"
+            )
+        if not self.logger:
+            yield f"logger=[]: name at least one of {', '.join(LOGGERS)}"
+
+
+@dataclass
+class TrainerConfig(RunConfig):
+    """The reinforcement-learning run."""
+
+    controller: str = opt(
+        "ray",
+        "ray = workers are processes on Ray; local = one worker inside the controller, for debugging.",
+        choices=("ray", "local"),
+    )
+    critic_warmup: int = opt(0, "Steps at the start that train only the critic.", ge=0)
+    balance_batch: bool = opt(True, "Spread long and short samples evenly over the ranks.")
+    val_before_train: bool = opt(True, "Validate before the first step.")
+    val_only: bool = opt(False, "Validate once and stop.")
+    log_val_generations: int = opt(0, "Validation samples to send to the trackers.", ge=0)
+    rollout_data_dir: str | None = opt(None, "Directory for each training step's samples as JSONL.")
+    validation_data_dir: str | None = opt(None, "Directory for each validation's samples as JSONL.")
+    max_actor_ckpt_to_keep: int | None = opt(
+        None, "Checkpoints of the policy to keep.", ge=1, inherits="trainer.max_ckpt_to_keep"
+    )
+    max_critic_ckpt_to_keep: int | None = opt(
+        None, "Checkpoints of the critic to keep.", ge=1, inherits="trainer.max_ckpt_to_keep"
+    )
+    del_local_ckpt_after_load: bool = opt(False, "Delete a checkpoint once it has been loaded by every rank.")
+    ray_wait_register_center_timeout: int = opt(
+        300, "Time limit for the workers of a role to find each other, in seconds.", ge=1
+    )
