@@ -79,6 +79,13 @@ _TABLE = (
         _parse_path,
     ),
     EnvVar(
+        "TENSORBOARD_DIR",
+        "path",
+        None,
+        "Directory of the `tensorboard` tracker; by default `tensorboard` in `trainer.default_local_dir`.",
+        _parse_path,
+    ),
+    EnvVar(
         "VERL_SYNC_CHECK",
         "bool",
         False,
@@ -88,8 +95,9 @@ _TABLE = (
     EnvVar(
         "VERL_AUTO_PADDING",
         "bool",
-        False,
-        "Let `DataProto.chunk` and dispatch pad a batch that does not divide over the ranks.",
+        True,
+        "Let dispatch pad a batch that does not divide over the ranks with copies of rows, which collect removes; "
+        "0 makes such a batch an error.",
         _parse_bool,
     ),
 )
