@@ -214,9 +214,9 @@ def test_a_limit_that_would_keep_nothing_is_refused(tmp_path: Path, name: str) -
 def test_a_loaded_checkpoint_is_deleted_only_when_another_one_is_left(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     save(manager, 1)
-    assert manager.delete_after_load(tmp_path / "global_step_1") is False
+    assert manager.delete(tmp_path / "global_step_1") is False
     save(manager, 2)
-    assert manager.delete_after_load(tmp_path / "global_step_1") is True
+    assert manager.delete(tmp_path / "global_step_1") is True
     assert visible(tmp_path) == ["global_step_2", "latest_checkpointed_iteration.txt"]
 
 

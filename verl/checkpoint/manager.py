@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.errors import CheckpointError, ConfigError
 from verl.utils.fs import (
@@ -33,6 +33,9 @@ from verl.utils.fs import (
     fsync_tree,
     write_error,
 )
+
+if TYPE_CHECKING:
+    from verl.config import TrainerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +119,16 @@ class CheckpointManager:
                 raise ConfigError(f"trainer.{name}={limit}: keep at least 1 checkpoint, or null to keep all")
         self.root = ensure_writable_dir(root, purpose=_KEY)
         self._recover()
+
+    @classmethod
+    def from_config(cls, config: TrainerConfig) -> CheckpointManager:
+        """The manager that the ``trainer`` section describes."""
+        return cls(
+            config.default_local_dir,
+            max_actor_ckpt_to_keep=config.max_actor_ckpt_to_keep,
+            max_critic_ckpt_to_keep=config.max_critic_ckpt_to_keep,
+            max_ckpt_to_keep=config.max_ckpt_to_keep,
+        )
 
     # ------------------------------------------------------------------ saving
 
@@ -289,8 +302,8 @@ class CheckpointManager:
 
     # ------------------------------------------------------------------ removing
 
-    def delete_after_load(self, path: str | Path) -> bool:
-        """Remove a checkpoint that was loaded (``trainer.del_local_ckpt_after_load``), unless it is the only one.
+    def delete(self, path: str | Path) -> bool:
+        """Remove a checkpoint, as ``trainer.del_local_ckpt_after_load`` wants after loading, unless it is the only one.
 
         Returns:
             Whether it was removed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 
 @contextmanager
@@ -19,25 +19,18 @@ def marked_timer(name: str, timing_raw: MutableMapping[str, float]) -> Iterator[
 
 
 class StepTimer:
-    """The phases of one step; a phase inside a phase is named ``outer/inner``.
+    """The phases of one step: ``with timer("gen"): ...``. Phases may lie inside each other and may repeat.
 
     Attributes:
-        seconds: seconds by name, summed over repeated phases.
+        seconds: wall seconds by name, summed over repetitions.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._open: list[str] = []
 
-    @contextmanager
-    def section(self, name: str) -> Iterator[None]:
-        """Time the block under ``name``, below the section that is open now."""
-        self._open.append(name)
-        try:
-            with marked_timer("/".join(self._open), self.seconds):
-                yield
-        finally:
-            self._open.pop()
+    def __call__(self, name: str) -> AbstractContextManager[None]:
+        """Time a block under ``name``."""
+        return marked_timer(name, self.seconds)
 
     def metrics(self, prefix: str = "timing_s") -> dict[str, float]:
         """The seconds as metrics, ``timing_s/<name>``."""

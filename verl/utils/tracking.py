@@ -74,7 +74,7 @@ class Tracking:
         experiment_name: ``trainer.experiment_name``.
         loggers: names of trackers, see :data:`TRACKERS`.
         config: the configuration as nested plain values; values named like secrets are hidden before they leave.
-        local_dir: directory of the run's outputs (``trainer.default_local_dir``).
+        default_local_dir: directory of the run's outputs.
         total_steps: number of the last step, for the progress and the remaining time on the console.
 
     Raises:
@@ -88,11 +88,11 @@ class Tracking:
         loggers: Sequence[str] | str = ("console",),
         config: Mapping[str, Any] | None = None,
         *,
-        local_dir: str | Path = "outputs",
+        default_local_dir: str | Path = "outputs",
         total_steps: int | None = None,
     ) -> None:
         names = [loggers] if isinstance(loggers, str) else list(dict.fromkeys(loggers))
-        info = RunInfo(project_name, experiment_name, redact(config or {}), Path(local_dir), total_steps)
+        info = RunInfo(project_name, experiment_name, redact(config or {}), Path(default_local_dir), total_steps)
         factories = {name: TRACKERS[name] for name in names}  # all names are checked before the first one starts
         self._trackers = {name: factory(info) for name, factory in factories.items()}
         self._failed: set[str] = set()
