@@ -54,7 +54,8 @@ def check_kl_penalty(kl_penalty: str, *, sampled_tokens_only: bool = False) -> N
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     r"""Estimate :math:`KL(\pi \| \pi_{ref})` token by token, for tokens sampled by :math:`\pi`.
 
-    The estimates are compared in Schulman, "Approximating KL Divergence" (2020). With :math:`d = \log\pi - \log\pi_{ref}` of the sampled token:
+    The estimates are compared in Schulman, "Approximating KL Divergence" (2020).
+    With :math:`d = \log\pi - \log\pi_{ref}` of the sampled token:
 
     =======================  =========================  ==============================================
     ``kl``, ``k1``           :math:`d`                  unbiased, high variance, may be negative

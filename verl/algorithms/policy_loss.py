@@ -105,9 +105,9 @@ def compute_policy_loss(
     s = clipped_surrogate(old_log_prob, log_prob, advantages, response_mask, low, high, clip_ratio_c)
     return (
         agg_loss(s.losses, response_mask, loss_agg_mode),
-        masked_mean(s.clipped.float(), response_mask),
-        masked_mean(s.approx_kl, response_mask),
-        masked_mean(s.lower_clipped.float(), response_mask),
+        masked_mean(s.clipped.double(), response_mask),
+        masked_mean(s.approx_kl.double(), response_mask),
+        masked_mean(s.lower_clipped.double(), response_mask),
     )
 
 
@@ -151,8 +151,8 @@ def compute_policy_loss_vanilla(
     if rollout_is_weights is not None:
         losses = losses * keep_masked(rollout_is_weights.detach(), response_mask)
     metrics: dict[str, MetricValue] = {
-        "actor/pg_clipfrac": masked_mean(s.clipped.float(), response_mask),
-        "actor/ppo_kl": masked_mean(s.approx_kl, response_mask),
-        "actor/pg_clipfrac_lower": masked_mean(s.lower_clipped.float(), response_mask),
+        "actor/pg_clipfrac": masked_mean(s.clipped.double(), response_mask),
+        "actor/ppo_kl": masked_mean(s.approx_kl.double(), response_mask),
+        "actor/pg_clipfrac_lower": masked_mean(s.lower_clipped.double(), response_mask),
     }
     return agg_loss(losses, response_mask, loss_agg_mode, **setting(config, "global_batch_info", {})), metrics

@@ -60,4 +60,4 @@ def compute_value_loss(
         global_batch_size=global_batch_size,
         loss_scale_factor=loss_scale_factor,
     )
-    return loss, masked_mean(clipped.to(losses.dtype), response_mask)
+    return loss, masked_mean(clipped.double(), response_mask)

@@ -133,12 +133,12 @@ class ActorLoss:
         weights = batch.get("rollout_is_weights", None)
         if weights is not None and not self.takes_weights:
             raise ConfigError(
-                f"the batch has rollout_is_weights, but policy loss {config.policy_loss.loss_mode!r} has no parameter of that "
-                "name; add it to the loss or turn rollout importance weights off"
+                f"the batch has rollout_is_weights, but policy loss {config.policy_loss.loss_mode!r} has no parameter "
+                "of that name; add it to the loss or turn rollout importance weights off"
             )
-        # Plug-ins may compute on padding, so it gets harmless values here: exp(nan) spoils gradients even if masked
-        # later.
+        # Plug-ins compute on padding too, so it gets harmless values: exp(nan) spoils gradients even if masked later.
         log_probs = keep_masked(outputs["log_probs"], mask)
+        extra = {} if weights is None else {"rollout_is_weights": keep_masked(weights, mask)}
         loss, plugin_metrics = self.policy_loss(
             keep_masked(batch["old_log_probs"], mask),
             log_probs,
@@ -146,18 +146,14 @@ class ActorLoss:
             mask,
             config.loss_agg_mode,
             ConfigView(config, counts),
-            **(
-                {"rollout_is_weights": weights if weights is None else keep_masked(weights, mask)}
-                if self.takes_weights
-                else {}
-            ),
+            **extra,
         )
         losses: dict[str, Tensor] = {"actor/pg_loss": loss}
         means: dict[str, MetricValue] = dict(plugin_metrics)
         if "entropys" in self.want:
             entropys = keep_masked(outputs["entropys"], mask)
             loss = loss - config.entropy_coeff * agg_loss(entropys, mask, config.loss_agg_mode, **counts)
-            means["actor/entropy"] = masked_mean(entropys, mask)
+            means["actor/entropy"] = masked_mean(entropys.detach().double(), mask)
         if config.use_kl_loss:
             estimate = kl_penalty(log_probs, keep_masked(batch["ref_log_prob"], mask), config.kl_loss_type)
             kl_loss = agg_loss(estimate, mask, config.loss_agg_mode, **counts)
@@ -198,7 +194,7 @@ class CriticLoss:
     optional_fields: frozenset[str] = frozenset()
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: Batch, info: GlobalBatchInfo) -> tuple[Tensor, MetricSet]:
-        """Loss of a micro-batch; ``outputs["values"]`` ``(B, R)`` with gradients, ``batch["values"]`` from before the update."""
+        """Loss of a micro-batch; ``outputs["values"]`` has gradients, ``batch["values"]`` is from before the update."""
         mask = batch["response_mask"]
         vpreds = keep_masked(outputs["values"], mask)
         counts = _counts(info, getattr(self.config, "loss_scale_factor", None))
@@ -213,7 +209,7 @@ class CriticLoss:
         )
         means: dict[str, MetricValue] = {
             "critic/vf_clipfrac": clipfrac,
-            "critic/vpred_mean": masked_mean(vpreds, mask),
+            "critic/vpred_mean": masked_mean(vpreds.detach().double(), mask),
         }
         return loss, _metric_set(mask, info, losses={"critic/vf_loss": loss}, means=means)
 

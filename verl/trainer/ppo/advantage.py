@@ -46,8 +46,8 @@ def apply_kl_penalty(
     missing = [name for name in needed if name not in data.batch]
     if missing:
         raise SchemaError(
-            f"the KL penalty in the reward needs {', '.join(missing)}, which the batch lacks; `ref_log_prob` comes from "
-            "a reference policy, which algorithm.use_kl_in_reward=True starts"
+            f"the KL penalty in the reward needs {', '.join(missing)}, which the batch lacks; `ref_log_prob` comes "
+            "from a reference policy, which algorithm.use_kl_in_reward=True starts"
         )
     batch = data.batch
     mask = batch["response_mask"]

@@ -1,0 +1,109 @@
+"""What every metric means: one sentence for each name that the library emits. The reference page is made from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+
+# Patterns: {a|b} stands for one of the words, <word> for any text (slashes included), <N> for a number.
+GLOSSARY: dict[str, str] = {
+    # batch
+    "critic/score/{mean|max|min}": "Score of a response: the sum of its token_level_scores, before any KL penalty.",
+    "critic/rewards/{mean|max|min}": "Reward of a response: the sum of its token_level_rewards, after a KL penalty.",
+    "critic/advantages/{mean|max|min}": "Advantage of a response token.",
+    "critic/returns/{mean|max|min}": "Return of a response token, the critic's target.",
+    "critic/values/{mean|max|min}": "Value that the critic gave a response token before its update.",
+    "critic/vf_explained_var": (
+        "1 - Var(returns - values) / Var(returns) over response tokens: 1 is perfect, 0 no better than a constant."
+    ),
+    "response_length/{mean|max|min}": "Tokens of a response, tool output included.",
+    "response_length/clip_ratio": "Share of responses as long as the response limit.",
+    "response_length_non_aborted/{mean|max|min|clip_ratio}": "The same over responses that are not empty.",
+    "response/aborted_ratio": "Share of responses without a single token.",
+    "prompt_length/{mean|max|min}": "Tokens of a prompt.",
+    "prompt_length/clip_ratio": "Share of prompts as long as the prompt limit.",
+    "num_turns/{mean|max|min}": "Turns of a conversation, both sides counted.",
+    "tool_call_counts/{mean|max|min}": "Tool calls of a conversation.",
+    "global_seqlen/{min|max}": "Fewest and most tokens of a rank if the batch were cut as it came.",
+    "global_seqlen/minmax_diff": "Difference between the most and the fewest tokens of a rank without balancing.",
+    "global_seqlen/{balanced_min|balanced_max}": "Fewest and most tokens of a rank after balancing.",
+    "global_seqlen/mean": "Mean tokens of a rank.",
+    # updates
+    "critic/vf_loss": "Clipped value loss over the global mini-batch, averaged over the step's mini-batches.",
+    "critic/vf_clipfrac": "Share of response tokens for which the clipped value error was the larger one.",
+    "critic/vpred_mean": "Mean value prediction per response token during the update.",
+    "{actor|critic}/grad_norm": "Norm of the gradient before clipping.",
+    "{actor|critic}/lr": "Learning rate.",
+    "actor/pg_loss": "Policy loss over the global mini-batch, averaged over the step's mini-batches.",
+    "actor/pg_clipfrac": "Share of response tokens for which the clipped ratio gave the larger loss.",
+    "actor/pg_clipfrac_lower": (
+        "Share of response tokens whose advantage is negative and whose loss was bounded by clip_ratio_c."
+    ),
+    "actor/ppo_kl": "Mean of old minus new log-prob per response token: how far updates moved the policy, in nats.",
+    "actor/entropy": "Mean entropy of the policy's next-token distribution per response token, in nats.",
+    "actor/kl_loss": "KL loss to the reference over the global mini-batch, before its coefficient.",
+    "actor/kl_coef": "Coefficient of the KL loss.",
+    "actor/reward_kl_penalty": "Mean KL to the reference per response token as used in the reward, in nats.",
+    "actor/reward_kl_penalty_coeff": "Coefficient of the KL penalty in the reward, as used for this batch.",
+    "train/loss": "Supervised loss: mean negative log-likelihood per trained token, in nats.",
+    # run
+    "training/{global_step|epoch}": "Where the training stands.",
+    "training/rollout_probs_diff_{mean|max|std}": (
+        "Absolute difference of a sampled token's probability between rollout and training engine."
+    ),
+    "training/policy_version_lag_{mean|max}": (
+        "Training steps between the policy that sampled a response and the one being trained."
+    ),
+    "rollout_corr/<name>": "Diagnostics of the correction for rollout and training policies that differ.",
+    "timing_s/<phase>": "Wall time of a phase in seconds.",
+    "timing_per_token_ms/<phase>": (
+        "Wall time of a phase in milliseconds per token: per sampled token for gen, per prompt or response token else."
+    ),
+    "perf/total_num_tokens": "Prompt and response tokens of the batch.",
+    "perf/time_per_step": "Wall time of the step in seconds.",
+    "perf/throughput": "Prompt and response tokens per second and device.",
+    "perf/max_memory_{allocated|reserved}_gb": "Most accelerator memory of any worker, in GiB.",
+    "perf/cpu_memory_used_gb": "Host memory in use, in GiB.",
+    "perf/mfu/{actor|critic}": "Achieved share of the device's peak FLOP/s during the update.",
+    # validation
+    "val-{core|aux}/<data_source>/<variable>/mean@<N>": "Mean over a prompt's N samples, averaged over prompts.",
+    "val-{core|aux}/<data_source>/<variable>/std@<N>": (
+        "Standard deviation (divided by N) over a prompt's N samples, averaged over prompts."
+    ),
+    "val-{core|aux}/<data_source>/<variable>/best@<N>": "Expected best of a prompt's N samples, averaged over prompts.",
+    "val-{core|aux}/<data_source>/<variable>/worst@<N>": (
+        "Expected worst of N samples of a prompt, averaged over prompts."
+    ),
+    "val-{core|aux}/<data_source>/<variable>/maj@<N>": (
+        "Expected value of the answer that most of N samples of a prompt give, averaged over prompts; ties share."
+    ),
+}
+
+
+@lru_cache(maxsize=1)
+def _patterns() -> tuple[tuple[re.Pattern[str], str], ...]:
+    compiled = []
+    for pattern, sentence in GLOSSARY.items():
+        regex = ""
+        for part in re.split(r"(\{[^}]*\}|<[^>]*>)", pattern):
+            if part.startswith("{"):
+                regex += f"(?:{'|'.join(re.escape(word) for word in part[1:-1].split('|'))})"
+            elif part == "<N>":
+                regex += r"\d+"
+            elif part.startswith("<"):
+                regex += ".+"
+            else:
+                regex += re.escape(part)
+        compiled.append((re.compile(regex), sentence))
+    return tuple(compiled)
+
+
+def describe(name: str) -> str | None:
+    """The glossary's sentence for a metric, or ``None``."""
+    return next((sentence for pattern, sentence in _patterns() if pattern.fullmatch(name)), None)
+
+
+def undocumented(names: Iterable[str]) -> list[str]:
+    """Metric names (or the keys of a metrics dict) that :data:`GLOSSARY` does not cover, sorted."""
+    return sorted(name for name in names if describe(name) is None)

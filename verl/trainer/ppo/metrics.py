@@ -1,0 +1,201 @@
+"""Numbers about a step, from its batch and its clock.
+
+Pure functions: a :class:`~verl.protocol.DataProto` in, a flat ``{name: float}`` out. Everything is masked: what lies
+outside ``response_mask`` does not count. An empty (aborted) response has no score to speak of and is left out of the
+score and reward statistics; ``response/aborted_ratio`` counts it.
+
+Every name has a sentence in :data:`GLOSSARY`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.protocol import DataProto
+from verl.trainer.ppo.glossary import GLOSSARY, describe, undocumented
+from verl.trainer.ppo.validation_metrics import process_validation_metrics
+from verl.utils.metrics import Metric, MetricSet
+from verl.utils.seqlen_balancing import seqlen_balance_metrics
+
+__all__ = [
+    "GLOSSARY",
+    "compute_data_metrics",
+    "compute_step_metrics",
+    "compute_throughput_metrics",
+    "compute_timing_metrics",
+    "describe",
+    "process_validation_metrics",
+    "reduce_metrics",
+    "seqlen_balance_metrics",
+    "undocumented",
+]
+
+
+def _stats(prefix: str, values: Tensor) -> dict[str, float]:
+    """Mean, max and min of a flat tensor; nothing for an empty one."""
+    if values.numel() == 0:
+        return {}
+    values = values.double()
+    return {
+        f"{prefix}/{name}": fn().item()
+        for name, fn in (("mean", values.mean), ("max", values.max), ("min", values.min))
+    }
+
+
+def _lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
+    """Prompt and response lengths ``(B,)``; a response's length counts tool output too."""
+    width = batch.batch["responses"].shape[-1]
+    attention = batch.batch["attention_mask"].bool()
+    return attention[:, :-width].sum(-1), attention[:, -width:].sum(-1)
+
+
+def _masked_row_sums(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, values.double(), 0.0).sum(-1)
+
+
+def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
+    """Scores, advantages and lengths of a batch.
+
+    Args:
+        batch: a batch after the advantage stage; fields that it lacks give no metrics.
+        use_critic: report values and explained variance.
+
+    Returns:
+        ``critic/{score,rewards,advantages,returns,values}/*``, ``critic/vf_explained_var``, ``actor/entropy``,
+        ``response_length/*``, ``response_length_non_aborted/*``, ``response/aborted_ratio``, ``prompt_length/*``,
+        ``num_turns/*``, ``tool_call_counts/*`` and ``training/rollout_probs_diff_*``.
+    """
+    tensors = batch.batch
+    mask = tensors["response_mask"].bool()
+    prompt_length, response_length = _lengths(batch)
+    present = response_length > 0
+    metrics: dict[str, float] = {}
+
+    for name, key in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
+        if key in tensors:
+            metrics |= _stats(f"critic/{name}", _masked_row_sums(tensors[key], mask)[present])
+    for name in ("advantages", "returns"):
+        if name in tensors:
+            metrics |= _stats(f"critic/{name}", tensors[name][mask])
+    if use_critic and "values" in tensors:
+        values = tensors["values"][mask].double()
+        metrics |= _stats("critic/values", values)
+        if "returns" in tensors and values.numel() > 0:
+            returns = tensors["returns"][mask].double()
+            total, unexplained = returns.var(correction=0), (returns - values).var(correction=0)
+            # Constant returns leave nothing to explain; 0 reads as "no better than a constant".
+            metrics["critic/vf_explained_var"] = (1.0 - unexplained / total).item() if total > 0 else 0.0
+    if "entropys" in tensors and mask.any():
+        metrics["actor/entropy"] = tensors["entropys"][mask].double().mean().item()
+    if "rollout_log_probs" in tensors and "old_log_probs" in tensors and mask.any():
+        trained, sampled = (tensors[name][mask].double().exp() for name in ("old_log_probs", "rollout_log_probs"))
+        difference = (trained - sampled).abs()
+        metrics["training/rollout_probs_diff_mean"] = difference.mean().item()
+        metrics["training/rollout_probs_diff_max"] = difference.max().item()
+        metrics["training/rollout_probs_diff_std"] = difference.std(correction=0).item()
+
+    response_limit = tensors["responses"].shape[-1]
+    prompt_limit = tensors["attention_mask"].shape[-1] - response_limit
+    metrics |= _length_metrics("response_length", response_length, response_limit)
+    metrics |= _length_metrics("response_length_non_aborted", response_length[present], response_limit)
+    metrics["response/aborted_ratio"] = 1.0 - present.double().mean().item() if len(present) else 0.0
+    metrics |= _length_metrics("prompt_length", prompt_length, prompt_limit)
+    for prefix, keys in (("num_turns", ("num_turns", "__num_turns__")), ("tool_call_counts", ("tool_call_counts",))):
+        for key in keys:
+            if key in batch.non_tensor_batch:
+                metrics |= _stats(prefix, torch.tensor([float(v) for v in batch.non_tensor_batch[key]]))
+                break
+    return metrics
+
+
+def _length_metrics(prefix: str, lengths: Tensor, limit: int) -> dict[str, float]:
+    metrics = _stats(prefix, lengths)
+    if metrics:
+        metrics[f"{prefix}/clip_ratio"] = (lengths >= limit).double().mean().item()
+    return metrics
+
+
+_PHASES_OVER_ALL_TOKENS = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+
+
+def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of each phase, and milliseconds per token of those whose work is tokens.
+
+    Args:
+        batch: the step's batch.
+        timing_raw: seconds by phase.
+
+    Returns:
+        ``timing_s/<phase>`` for every phase; ``timing_per_token_ms/<phase>`` for ``gen`` (per sampled token) and for
+        ``old_log_prob, ref, values, adv, update_critic, update_actor`` (per prompt or response token).
+    """
+    tokens = dict.fromkeys(_PHASES_OVER_ALL_TOKENS, int(batch.batch["attention_mask"].bool().sum()))
+    tokens["gen"] = int(batch.batch["response_mask"].bool().sum())
+    metrics = {f"timing_s/{phase}": float(seconds) for phase, seconds in timing_raw.items()}
+    for phase, count in tokens.items():
+        if phase in timing_raw and count > 0:
+            metrics[f"timing_per_token_ms/{phase}"] = timing_raw[phase] * 1000.0 / count
+    return metrics
+
+
+def compute_throughput_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_devices: int) -> dict[str, float]:
+    """Tokens of the step, its seconds, and tokens per second and device.
+
+    Args:
+        batch: the step's batch.
+        timing_raw: has the seconds of the phase ``step``.
+        n_devices: accelerators (on CPU: worker processes) of the run.
+
+    Returns:
+        ``perf/total_num_tokens``, ``perf/time_per_step``, ``perf/throughput``.
+    """
+    tokens = int(batch.batch["attention_mask"].bool().sum())
+    seconds = float(timing_raw["step"])
+    metrics = {"perf/total_num_tokens": float(tokens), "perf/time_per_step": seconds}
+    if seconds > 0 and n_devices > 0:
+        metrics["perf/throughput"] = tokens / seconds / n_devices
+    return metrics
+
+
+def compute_step_metrics(
+    batch: DataProto, timing_raw: Mapping[str, float], *, use_critic: bool, n_devices: int
+) -> dict[str, float]:
+    """Data, timing and throughput metrics of a step together."""
+    return (
+        compute_data_metrics(batch, use_critic)
+        | compute_timing_metrics(batch, timing_raw)
+        | compute_throughput_metrics(batch, timing_raw, n_devices)
+    )
+
+
+def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Reduce lists of observations to numbers.
+
+    A name with the word ``max`` or ``min`` (words are separated by ``/``, ``_`` and ``@``) keeps the largest or
+    smallest observation, every other name the mean. :class:`~verl.utils.metrics.Metric` observations combine by their
+    own reduction. A scalar stays as it is; a name without observations is left out.
+    """
+    out: dict[str, float] = {}
+    for name, observed in metrics.items():
+        values = list(observed) if isinstance(observed, list | tuple | np.ndarray) else [observed]
+        if not values:
+            continue
+        if all(isinstance(value, Metric) for value in values):
+            out[name] = MetricSet.merged({name: value} for value in values)[name].value
+            continue
+        numbers = [float(value.value if isinstance(value, Metric) else value) for value in values]
+        words = set(re.split(r"[/_@]", name))
+        if "max" in words:
+            out[name] = max(numbers)
+        elif "min" in words:
+            out[name] = min(numbers)
+        else:
+            out[name] = math.fsum(numbers) / len(numbers)
+    return out
