@@ -35,7 +35,7 @@ from verl.utils.fs import (
 )
 
 if TYPE_CHECKING:
-    from verl.config import TrainerConfig
+    from verl.config.trainer import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -121,12 +121,12 @@ class CheckpointManager:
         self._recover()
 
     @classmethod
-    def from_config(cls, config: TrainerConfig) -> CheckpointManager:
-        """The manager that the ``trainer`` section describes."""
+    def from_config(cls, config: RunConfig) -> CheckpointManager:
+        """The manager that a ``trainer`` section describes; supervised runs have no limits per role."""
         return cls(
             config.default_local_dir,
-            max_actor_ckpt_to_keep=config.max_actor_ckpt_to_keep,
-            max_critic_ckpt_to_keep=config.max_critic_ckpt_to_keep,
+            max_actor_ckpt_to_keep=getattr(config, "max_actor_ckpt_to_keep", None),
+            max_critic_ckpt_to_keep=getattr(config, "max_critic_ckpt_to_keep", None),
             max_ckpt_to_keep=config.max_ckpt_to_keep,
         )
 

