@@ -12,6 +12,7 @@ from verl.config.checkpoint import CheckpointConfig
 from verl.config.critic import CriticConfig
 from verl.config.data import CustomClsConfig, DataConfig
 from verl.config.fsdp import FSDPConfig, MixedPrecisionConfig, WrapPolicyConfig
+from verl.config.load import load_config
 from verl.config.model import ModelConfig
 from verl.config.optim import OptimConfig
 from verl.config.ppo import PPOConfig, RayKwargsConfig
@@ -54,6 +55,7 @@ __all__ = [
     "ValKwargsConfig",
     "WrapPolicyConfig",
     "find_problems",
+    "load_config",
     "seal",
     "to_dict",
     "to_yaml",

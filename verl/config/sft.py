@@ -88,6 +88,11 @@ class SFTModelConfig(ModelConfig):
 class SFTTrainerConfig(RunConfig):
     """The fine-tuning run."""
 
+    # torchrun says how many processes there are, so a script need not repeat it.
+    nnodes: int = opt(1, "Nodes; under torchrun what it says.", ge=1, inherits="oc.env:GROUP_WORLD_SIZE,1")
+    n_gpus_per_node: int = opt(
+        1, "Processes per node; under torchrun what it says.", ge=1, inherits="oc.env:LOCAL_WORLD_SIZE,1"
+    )
     checkpoint: CheckpointConfig = section(
         CheckpointConfig,
         "Contents of the checkpoint.",

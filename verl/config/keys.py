@@ -1,0 +1,332 @@
+"""Keys under other names, and keys that belong to parts which this version does not have.
+
+Scripts written for other frameworks of this ecosystem set these keys. None is ignored: an alias is mapped to our key,
+and an unsupported key is refused with a sentence that says what to do, unless its value means "off".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+# Other spelling -> our key. An entry also maps the keys below it.
+PPO_ALIASES: Mapping[str, str] = {
+    "custom_reward_function": "reward.custom_reward_function",
+    "reward_model.reward_manager": "reward.reward_manager.name",
+    "reward_model.reward_kwargs": "reward.reward_kwargs",
+    "reward_model.overlong_buffer": "reward.reward_kwargs.overlong_buffer_cfg",
+    "reward_model.num_workers": "reward.num_workers",
+    "reward_model.model.fsdp_config": "reward_model.fsdp_config",
+    "reward_model.micro_batch_size_per_device": "reward_model.micro_batch_size_per_gpu",
+    "reward_model.ulysses_sequence_parallel_size": "reward_model.fsdp_config.ulysses_sequence_parallel_size",
+    "critic.model.fsdp_config": "critic.fsdp_config",
+    "critic.grad_clip": "critic.optim.clip_grad",
+    "critic.ulysses_sequence_parallel_size": "critic.fsdp_config.ulysses_sequence_parallel_size",
+    "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
+    "actor_rollout_ref.actor.entropy_checkpointing": "actor_rollout_ref.actor.fsdp_config.entropy_checkpointing",
+    "actor_rollout_ref.actor.use_torch_compile": "actor_rollout_ref.actor.fsdp_config.use_torch_compile",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": (
+        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
+    ),
+    "actor_rollout_ref.ref.entropy_checkpointing": "actor_rollout_ref.ref.fsdp_config.entropy_checkpointing",
+    "actor_rollout_ref.ref.use_torch_compile": "actor_rollout_ref.ref.fsdp_config.use_torch_compile",
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": (
+        "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size"
+    ),
+    "actor_rollout_ref.model.override_config.model_config": "actor_rollout_ref.model.override_config",
+    "critic.model.override_config.model_config": "critic.model.override_config",
+    "ray_init": "ray_kwargs.ray_init",
+}
+
+SFT_ALIASES: Mapping[str, str] = {
+    "model.partial_pretrain": "model.path",
+    "engine.strategy": "model.strategy",
+    "engine": "model.fsdp_config",
+    "checkpoint": "trainer.checkpoint",
+    "trainer.nccl_timeout_s": "trainer.nccl_timeout",
+    "use_remove_padding": "model.use_remove_padding",
+    "ulysses_sequence_parallel_size": "model.fsdp_config.ulysses_sequence_parallel_size",
+    "data.messages_key": "data.multiturn.messages_key",
+}
+
+# Spellings of the last part(s) of a key, wherever our key exists.
+OPTIM_ALIASES: Mapping[str, str] = {
+    "optim.warmup_style": "optim.lr_scheduler_type",
+    "optim.lr_decay_style": "optim.lr_scheduler_type",
+    "optim.lr_scheduler": "optim.lr_scheduler_type",
+    "optim.grad_clip": "optim.clip_grad",
+    "optim.warmup_steps_ratio": "optim.lr_warmup_steps_ratio",
+}
+
+ALIASES: Mapping[str, Mapping[str, str]] = {
+    "PPOConfig": {
+        **PPO_ALIASES,
+        **{
+            f"{role}.{other}": f"{role}.{ours}"
+            for role in ("actor_rollout_ref.actor", "critic")
+            for other, ours in OPTIM_ALIASES.items()
+        },
+    },
+    "SFTConfig": {**SFT_ALIASES, **OPTIM_ALIASES},
+}
+
+
+class AnyValue:
+    """Stands for every value in :attr:`Unsupported.off`."""
+
+    def __repr__(self) -> str:
+        return "any value"
+
+
+ANY = AnyValue()
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """Keys that this version does not have.
+
+    Args:
+        pattern: dotted path; ``*`` stands for one part, ``**`` for any number of parts.
+        reason: what the keys are for, that they are not there, and what to use instead.
+        off: values that mean what this version does anyway, so that they are accepted.
+        switch: dotted path of a key; if it is given with an off value, these keys have nothing to act on and are
+            accepted.
+    """
+
+    pattern: str
+    reason: str
+    off: Sequence[object] = ()
+    switch: str | None = None
+
+    def accepts(self, value: object) -> bool:
+        """Return whether ``value`` means "off"."""
+        return any(option is ANY or (option == value and type(option) is type(value)) for option in self.off)
+
+
+_R = "actor_rollout_ref.rollout"
+_SERVER = (
+    "is a setting of the vllm and sglang engines, which are not in this version; leave it out "
+    "(rollout.name=hf bounds its memory with rollout.max_num_seqs)"
+)
+_PARALLEL = "splits the rollout engine over ranks, which rollout.name=hf does not do; use 1 or leave it out"
+_LORA = (
+    "is for LoRA adapters, which are not in this version; leave it out to train all weights "
+    "(fsdp_config.param_offload and optimizer_offload save memory)"
+)
+_AGENT = (
+    "is for multi-turn generation with tools, which is not in this version; leave it out, each prompt then gets one "
+    "response"
+)
+_CORRECTION = (
+    "is for correcting the difference between rollout and training probabilities, which is not in this version; leave "
+    "it out (rollout.name=hf samples from the training weights themselves)"
+)
+_FILTER = (
+    "is for drawing new prompts in place of groups without signal (DAPO), which is not in this version; leave it out"
+)
+_PROFILER = "is for the profilers, which are not in this version; leave it out (timing_s/* metrics give phase times)"
+_MEGATRON = (
+    "is for the Megatron engine, which is not in this version; use strategy=fsdp and the fsdp_config section instead"
+)
+_GENERATIVE_RM = (
+    "is for a generative reward model behind a rollout engine, which is not in this version; use a "
+    "sequence-classification model in reward_model.model.path, or a reward function that calls your own server"
+)
+_TRAIN_RM = (
+    "is for training the reward model (PRIME), which is not in this version; leave it out, the reward model stays as "
+    "it is"
+)
+_COVARIANCE = (
+    "is for the clip_cov and kl_cov policy losses, which are not in this version; use policy_loss.loss_mode=vanilla"
+)
+_OPTIM_EXTRA = (
+    "is for Megatron's optimizer, which is not in this version; fsdp_config.optimizer_offload keeps the optimizer state "
+    "in host memory"
+)
+
+UNSUPPORTED: Sequence[Unsupported] = (
+    Unsupported("**._target_", "names the class of a section; sections here have one class each, so leave it out"),
+    # engines
+    Unsupported("**.megatron.**", _MEGATRON),
+    Unsupported("**.override_optimizer_config.**", _OPTIM_EXTRA),
+    Unsupported("**.optim.optimizer_impl", "names a package of optimizers; leave it out, AdamW is torch's", ("torch.optim",)),
+    Unsupported(
+        "**.fsdp_config.use_orig_params",
+        "is an option of FSDP1; FSDP2 always keeps the original parameters, so leave it out",
+        (True, False),
+    ),
+    Unsupported(
+        "**.wrap_policy.min_num_params",
+        "is an option of FSDP1; name the classes to shard in wrap_policy.transformer_layer_cls_to_wrap",
+        (0,),
+    ),
+    # LoRA
+    Unsupported("**.lora_rank", _LORA, (0,)),
+    Unsupported("**.lora.rank", _LORA, (0,)),
+    Unsupported("**.lora_alpha", _LORA, switch="lora_rank"),
+    Unsupported("**.lora_adapter_path", _LORA, (None,)),
+    Unsupported("**.lora.**", _LORA, switch="rank"),
+    Unsupported("**.target_modules", _LORA, switch="lora_rank"),
+    Unsupported("**.exclude_modules", _LORA, (None,), switch="lora_rank"),
+    # vLLM and SGLang
+    Unsupported(f"{_R}.gpu_memory_utilization", _SERVER),
+    Unsupported(f"{_R}.max_num_batched_tokens", _SERVER),
+    Unsupported(f"{_R}.enable_chunked_prefill", _SERVER, (False,)),
+    Unsupported(f"{_R}.enable_prefix_caching", _SERVER, (False,)),
+    Unsupported(f"{_R}.engine_kwargs.**", _SERVER, (None,)),
+    Unsupported(f"{_R}.disable_log_stats", _SERVER, (True,)),
+    Unsupported(f"{_R}.quantization", "is for a quantised rollout, which is not in this version; use rollout.dtype", (None,)),
+    Unsupported(
+        f"{_R}.enforce_eager", "turns CUDA graphs off; rollout.name=hf has none, so leave it out or use True", (True,)
+    ),
+    Unsupported(
+        f"{_R}.free_cache_engine",
+        "keeps the key-value cache between steps; rollout.name=hf always frees it, so leave it out or use True",
+        (True,),
+    ),
+    Unsupported(
+        f"{_R}.load_format",
+        "says where the rollout engine finds its first weights; here they are always the policy's, so leave it out",
+        ("auto", "dummy", "dummy_hf", "safetensors"),
+    ),
+    Unsupported(
+        f"{_R}.skip_tokenizer_init", "makes the engine decode text; here engines work on token ids, leave it out", (True,)
+    ),
+    Unsupported(f"{_R}.tensor_model_parallel_size", _PARALLEL, (1,)),
+    Unsupported(f"{_R}.data_parallel_size", _PARALLEL, (1,)),
+    Unsupported(f"{_R}.expert_parallel_size", _PARALLEL, (1,)),
+    Unsupported(f"{_R}.pipeline_model_parallel_size", _PARALLEL, (1,)),
+    Unsupported(
+        f"{_R}.layered_summon",
+        "gathers the weights layer by layer for another engine; rollout.name=hf shares them, so leave it out",
+        (False,),
+    ),
+    Unsupported(
+        f"{_R}.multi_stage_wake_up", "wakes another engine in steps; rollout.name=hf never sleeps, leave it out", (False,)
+    ),
+    Unsupported(
+        f"{_R}.update_weights_bucket_megabytes",
+        "bounds the copy of weights to another engine; rollout.name=hf copies none, so leave it out",
+    ),
+    Unsupported(
+        f"{_R}.checkpoint_engine.**",
+        "is for handing weights to another engine; rollout.name=hf copies none, so leave it out",
+    ),
+    Unsupported(
+        f"{_R}.over_sample_rate",
+        "is for asking for more samples than are used, which is not in this version; use 0 or leave it out",
+        (0, 0.0),
+    ),
+    # agents
+    Unsupported(f"{_R}.multi_turn.enable", _AGENT, (False,)),
+    Unsupported(f"{_R}.multi_turn.**", _AGENT, switch="enable"),
+    Unsupported(f"{_R}.agent.**", _AGENT),
+    Unsupported(
+        f"{_R}.trace.**",
+        "is for tracing conversations, which is not in this version; trainer.rollout_data_dir writes every sample as "
+        "JSONL",
+        (None, False),
+    ),
+    # algorithms
+    Unsupported("actor_rollout_ref.actor.policy_loss.clip_cov_*", _COVARIANCE),
+    Unsupported("actor_rollout_ref.actor.policy_loss.kl_cov_ratio", _COVARIANCE),
+    Unsupported("actor_rollout_ref.actor.policy_loss.ppo_kl_coef", _COVARIANCE),
+    Unsupported("algorithm.filter_groups.enable", _FILTER, (False,)),
+    Unsupported("algorithm.filter_groups.**", _FILTER, switch="enable"),
+    Unsupported("algorithm.rollout_correction.bypass_mode", _CORRECTION, (False,)),
+    Unsupported("algorithm.rollout_correction.**", _CORRECTION, (None,)),
+    Unsupported(
+        "algorithm.use_pf_ppo", "is for reweighting samples (PF-PPO), which is not in this version; leave it out", (False,)
+    ),
+    Unsupported(
+        "algorithm.pf_ppo.**", "is for reweighting samples (PF-PPO), which is not in this version; leave it out"
+    ),
+    # rewards
+    Unsupported("reward_model.mini_batch_size", _TRAIN_RM),
+    Unsupported("reward_model.model.optim.**", _TRAIN_RM),
+    Unsupported("reward_model.rollout.**", _GENERATIVE_RM),
+    Unsupported("reward_model.enable_resource_pool", _GENERATIVE_RM, (False,)),
+    Unsupported(
+        "reward_model.use_reward_loop",
+        "chooses between two ways of calling reward functions; here they always run in reward.num_workers processes, so "
+        "leave it out",
+        (False,),
+    ),
+    Unsupported(
+        "reward_model.launch_reward_fn_async",
+        "scores while the log-probabilities are computed, which is not in this version; leave it out",
+        (False,),
+    ),
+    # data
+    Unsupported(
+        "data.image_key", "names a column of images, which this version does not read; train on text prompts", ("images",)
+    ),
+    Unsupported(
+        "data.video_key", "names a column of videos, which this version does not read; train on text prompts", ("videos",)
+    ),
+    # profilers
+    Unsupported("global_profiler.tool", _PROFILER, (None,)),
+    Unsupported("global_profiler.steps", _PROFILER, (None,)),
+    Unsupported("global_profiler.**", _PROFILER, switch="steps"),
+    Unsupported("**.profiler.enable", _PROFILER, (False,)),
+    Unsupported("**.profiler.all_ranks", _PROFILER, (False,)),
+    Unsupported("**.profiler.ranks", _PROFILER, ([], None)),
+    Unsupported("**.profiler.**", _PROFILER, switch="enable"),
+    Unsupported("trainer.profile_steps", _PROFILER, (None,)),
+    # trainer
+    Unsupported(
+        "trainer.default_hdfs_dir",
+        "copies checkpoints to HDFS, which is not in this version; copy trainer.default_local_dir",
+        (None,),
+    ),
+)
+
+
+@lru_cache(maxsize=None)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    parts = []
+    for part in pattern.split("."):
+        if part == "**":
+            parts.append("**")
+        else:
+            parts.append(re.escape(part).replace(r"\*", "[^.]*"))
+    text = r"\.".join(parts)
+    if text.startswith(r"**\."):
+        text = r"(?:.*\.)?" + text[len(r"**\.") :]
+    if text.endswith(r"\.**"):
+        text = text[: -len(r"\.**")] + r"(?:\..*)?"
+    return re.compile(text)
+
+
+def find_unsupported(path: str) -> Unsupported | None:
+    """Return the first entry whose pattern matches the dotted ``path``."""
+    return next((u for u in UNSUPPORTED if _compiled(u.pattern).fullmatch(path)), None)
+
+
+def switch_of(entry: Unsupported, path: str) -> str | None:
+    """Return the dotted path of the switch of ``path``: the key of that name in the same section."""
+    if entry.switch is None:
+        return None
+    parent = path.rsplit(".", 1)[0] if "." in path else ""
+    return f"{parent}.{entry.switch}" if parent else entry.switch
+
+
+def is_off(path: str, value: Any) -> bool:
+    """Return whether ``path`` is an unsupported key with a value that means "off"."""
+    entry = find_unsupported(path)
+    return entry is not None and entry.accepts(value)
+
+
+def resolve_alias(root: str, path: str) -> str:
+    """Return our name of ``path``, which may be an alias or lie below one (the longest alias wins)."""
+    table = ALIASES.get(root, {})
+    for _ in range(4):  # an alias may lead to a section that has aliases itself
+        matches = [a for a in table if path == a or path.startswith(a + ".")]
+        if not matches:
+            break
+        other = max(matches, key=len)
+        path = table[other] + path[len(other) :]
+    return path
