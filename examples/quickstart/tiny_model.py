@@ -1,4 +1,4 @@
-"""A byte-level chat tokenizer and a tiny causal language model, made from nothing and saved as a Hugging Face directory.
+"""A byte-level chat tokenizer and a tiny causal language model, saved as a Hugging Face directory.
 
 Small enough to train on one CPU core, yet an ordinary model: ``AutoTokenizer`` and ``AutoModelForCausalLM`` load it,
 and every engine treats it like any other checkpoint.

@@ -1,0 +1,85 @@
+"""Chat messages: what counts as a conversation, and how the tokenizer's template renders it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verl.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+
+
+def as_messages(value: Any) -> list[Message]:
+    """Check a conversation and return it as plain dictionaries.
+
+    Keys that are ``None`` are dropped, except ``content``: Parquet gives every message the keys of all messages, and a
+    template would see ``tool_calls: None`` as present.
+
+    Raises:
+        DataError: not a non-empty list of messages with a ``role`` and a ``content``; the caller adds the row.
+    """
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, list | tuple) or not value:
+        raise DataError(f"expected a non-empty list of chat messages, got {_short(value)}")
+    messages: list[Message] = []
+    for number, item in enumerate(value):
+        if not isinstance(item, Mapping):
+            raise DataError(f"message {number} is {_short(item)}; expected a mapping with 'role' and 'content'")
+        message = {k: v for k, v in item.items() if v is not None or k == "content"}
+        if not isinstance(message.get("role"), str):
+            raise DataError(f"message {number} has role {_short(message.get('role'))}; expected a string")
+        content = message.get("content")
+        if content is None and "tool_calls" in message:
+            content = message["content"] = ""
+        if not isinstance(content, str):
+            raise DataError(f"message {number} has content {_short(content)}; expected a string")
+        messages.append(message)
+    return messages
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of a conversation in the tokenizer's chat template.
+
+    Raises:
+        DataError: the tokenizer has no template, or the template rejects the conversation.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise DataError(
+            "the tokenizer has no chat template, so it cannot render chat messages; use an instruct model's "
+            "tokenizer, add a chat_template to its tokenizer_config.json, or give prompts as plain strings"
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **dict(template_kwargs or {}),
+        )
+    except Exception as error:  # templates are programs of others: anything may come out of them
+        raise DataError(f"the chat template rejects the conversation: {type(error).__name__}: {error}") from error
+    return str(text)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of text that already holds whatever special tokens it needs."""
+    return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"

@@ -1,0 +1,280 @@
+"""Prompts for reinforcement learning, from rows in the schema that this ecosystem uses."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import Dataset, Subset
+
+from verl.config import DataConfig
+from verl.data.chat import Message, as_messages, encode, render
+from verl.data.collate import collate_fn
+from verl.data.files import Row, Rows
+from verl.errors import ConfigError, DataError
+from verl.utils.dynamic_import import load_object
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["RLHFDataset", "collate_fn", "create_dataset", "get_dataset_class"]
+
+logger = logging.getLogger(__name__)
+
+_MADE_HERE = ("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "raw_prompt", "index")
+_CHUNK = 512
+
+
+class RLHFDataset(Dataset):
+    """Tokenised prompts with what the reward needs.
+
+    A prompt is a list of chat messages, rendered with the tokenizer's chat template and an opened assistant turn, or a
+    plain string: that is one user message where the tokenizer has a chat template, and is used as it stands where it
+    has none. Every other column of the file is passed on under its own name.
+
+    Items hold ``input_ids``, ``attention_mask``, ``position_ids`` (int64, length ``max_prompt_length``, left-padded),
+    ``raw_prompt_ids`` (list without padding), ``raw_prompt`` (the messages, if ``return_raw_chat``), ``index``
+    (``extra_info["index"]``, or the row's number), ``tools_kwargs`` and ``interaction_kwargs`` (from ``extra_info``, or
+    empty) and the row's remaining columns.
+
+    Args:
+        data_files: a path or a list of paths to ``.parquet``, ``.jsonl`` or ``.json`` files.
+        tokenizer: the model's tokenizer.
+        config: the ``data`` section, or a mapping with its keys.
+        processor: accepted for the signature's sake; images are rejected.
+
+    Raises:
+        DataError: a file or row is not as described (the message names it), or no prompt is left after filtering.
+    """
+
+    def __init__(
+        self,
+        data_files: str | Path | Sequence[str | Path],
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig | Mapping[str, Any],
+        processor: Any | None = None,
+    ) -> None:
+        self.config = as_data_config(config)
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.template_kwargs = dict(self.config.apply_chat_template_kwargs or {})
+        self.rows = Rows(data_files, required=[self.config.prompt_key, self.config.reward_fn_key])
+        clash = [c for c in self.rows.columns if c in _MADE_HERE and c != self.config.prompt_key]
+        if clash:
+            raise DataError(f"column {clash[0]!r} has the name of a field made here; rename it in the data file")
+        self._has_template = bool(getattr(tokenizer, "chat_template", None))
+        self._indices = self._usable_rows()
+
+    def _usable_rows(self) -> list[int]:
+        """Check every prompt's form; drop those that are too long, if asked to."""
+        lengths: Iterable[int | None]
+        if self.config.filter_overlong_prompts:
+            lengths = self._prompt_lengths()
+        else:
+            lengths = (None for _ in self._texts_or_messages())
+        limit = self.config.max_prompt_length
+        kept = [index for index, length in enumerate(lengths) if length is None or length <= limit]
+        dropped = len(self.rows) - len(kept)
+        if self.config.filter_overlong_prompts:
+            logger.info(
+                "filtered %d of %d prompts longer than data.max_prompt_length=%d tokens",
+                dropped,
+                len(self.rows),
+                limit,
+            )
+        if not kept:
+            raise DataError(
+                f"all {len(self.rows)} prompts of {', '.join(f.path for f in self.rows.files)} are longer than "
+                f"data.max_prompt_length={limit}; raise it, or check data.prompt_key={self.config.prompt_key!r}"
+            )
+        return kept
+
+    def _texts_or_messages(self) -> Iterator[str | list[Message]]:
+        for index, value in enumerate(self.rows.column(self.config.prompt_key)):
+            with self._naming_row(index):
+                yield self._conversation(value)
+
+    def _conversation(self, value: Any) -> str | list[Message]:
+        if not isinstance(value, str):
+            return as_messages(value)
+        return [{"role": "user", "content": value}] if self._has_template else value
+
+    def _naming_row(self, index: int) -> _NamingRow:
+        return _NamingRow(self.rows, index, self.config.prompt_key)
+
+    def _prompt_lengths(self) -> Iterator[int]:
+        prompts = self._texts_or_messages()
+        chunks = iter(lambda: list(islice(prompts, _CHUNK)), [])
+        workers = self.config.filter_overlong_prompts_workers or 0
+        done = 0
+        if workers > 1 and len(self.rows) > _CHUNK:
+            # fresh processes: the parent may hold threads (Ray, OpenMP) that a fork would leave broken
+            with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+                for result in pool.map(_chunk_lengths, _repeat(self.tokenizer), chunks, _repeat(self.template_kwargs)):
+                    yield from self._checked(result, done)
+                    done += len(result)
+            return
+        for chunk in chunks:
+            result = _chunk_lengths(self.tokenizer, chunk, self.template_kwargs)
+            yield from self._checked(result, done)
+            done += len(result)
+
+    def _checked(self, lengths: list[int | DataError], start: int) -> Iterator[int]:
+        for offset, length in enumerate(lengths):
+            with self._naming_row(start + offset):
+                if isinstance(length, DataError):
+                    raise length
+            yield length
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, item: int) -> Row:
+        index = self._indices[item]
+        row = self.rows[index]
+        with self._naming_row(index):
+            conversation = self._conversation(row.pop(self.config.prompt_key))
+            self._reject_images(row)
+            text = conversation if isinstance(conversation, str) else self._render(conversation)
+            token_ids = self._truncated(encode(self.tokenizer, text))
+        row.update(left_padded(token_ids, self.config.max_prompt_length, self.tokenizer.pad_token_id))
+        row["raw_prompt_ids"] = token_ids
+        if self.config.return_raw_chat:
+            row["raw_prompt"] = conversation
+        extra = row.get("extra_info") or {}
+        row["extra_info"] = extra
+        given = extra.get("index")
+        row["index"] = index if given is None else given
+        row["tools_kwargs"] = extra.get("tools_kwargs") or {}
+        row["interaction_kwargs"] = extra.get("interaction_kwargs") or {}
+        return row
+
+    def _render(self, messages: list[Message]) -> str:
+        return render(self.tokenizer, messages, add_generation_prompt=True, template_kwargs=self.template_kwargs)
+
+    def _reject_images(self, row: Row) -> None:
+        for key in ("images", "videos"):
+            if row.get(key):
+                raise DataError(f"has {key!r}, but only text prompts are supported; remove the column or use text rows")
+            row.pop(key, None)
+
+    def _truncated(self, token_ids: list[int]) -> list[int]:
+        limit, mode = self.config.max_prompt_length, self.config.truncation
+        if not token_ids:
+            raise DataError("the prompt has no tokens")
+        if len(token_ids) <= limit:
+            return token_ids
+        if mode == "left":
+            return token_ids[-limit:]
+        if mode == "right":
+            return token_ids[:limit]
+        if mode == "middle":
+            head = limit // 2
+            return token_ids[:head] + token_ids[len(token_ids) - (limit - head) :]
+        raise DataError(
+            f"the prompt has {len(token_ids)} tokens, more than data.max_prompt_length={limit}; raise the limit, set "
+            "data.filter_overlong_prompts=True to drop such rows, or data.truncation=left|right|middle to cut them"
+        )
+
+
+class _NamingRow:
+    """Adds file and row to a :class:`DataError` that passes through."""
+
+    def __init__(self, rows: Rows, index: int, column: str) -> None:
+        self.rows, self.index, self.column = rows, index, column
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, DataError):
+            raise DataError(f"{self.rows.place(self.index)}, column {self.column!r}: {error}") from error.__cause__
+
+
+def _chunk_lengths(
+    tokenizer: PreTrainedTokenizerBase, prompts: list[str | list[Message]], template_kwargs: Mapping[str, Any]
+) -> list[int | DataError]:
+    """Token counts of prompts; where the template rejects one, the error in its place."""
+    texts: list[str] = []
+    errors: dict[int, DataError] = {}
+    for number, prompt in enumerate(prompts):
+        try:
+            text = (
+                prompt
+                if isinstance(prompt, str)
+                else render(tokenizer, prompt, add_generation_prompt=True, template_kwargs=template_kwargs)
+            )
+        except DataError as error:
+            errors[number], text = error, ""
+        texts.append(text)
+    lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    return [errors.get(number, length) for number, length in enumerate(lengths)]
+
+
+def _repeat(value: Any) -> Iterator[Any]:
+    while True:
+        yield value
+
+
+def left_padded(token_ids: Sequence[int], length: int, pad_token_id: int) -> dict[str, torch.Tensor]:
+    """``input_ids``, ``attention_mask``, ``position_ids`` (length,), left-padded; positions start at the text."""
+    gap = length - len(token_ids)
+    return {
+        "input_ids": torch.tensor([pad_token_id] * gap + list(token_ids), dtype=torch.int64),
+        "attention_mask": torch.tensor([0] * gap + [1] * len(token_ids), dtype=torch.int64),
+        "position_ids": torch.tensor([0] * gap + list(range(len(token_ids))), dtype=torch.int64),
+    }
+
+
+def as_data_config(config: DataConfig | Mapping[str, Any]) -> DataConfig:
+    """The ``data`` section as its dataclass; a mapping (or OmegaConf node) may hold any of its keys."""
+    if isinstance(config, DataConfig):
+        return config
+    try:
+        return DataConfig(**dict(config))
+    except TypeError as error:
+        raise ConfigError(f"data section: {error}") from error
+
+
+def get_dataset_class(config: DataConfig) -> type[Dataset]:
+    """:class:`RLHFDataset`, or the user's class named by ``data.custom_cls.{path,name}``.
+
+    Raises:
+        ConfigError: the file or class does not exist, or the class is not a ``torch.utils.data.Dataset``.
+    """
+    custom = config.custom_cls
+    if not custom.path:
+        return RLHFDataset
+    if not custom.name:
+        raise ConfigError(f"data.custom_cls.path={custom.path!r} without data.custom_cls.name; name the class to use")
+    cls = load_object(custom.path, custom.name)
+    if not (isinstance(cls, type) and issubclass(cls, Dataset)):
+        raise ConfigError(
+            f"data.custom_cls: {custom.name!r} in {custom.path!r} must be a class derived from "
+            f"torch.utils.data.Dataset, got {cls!r}"
+        )
+    return cls
+
+
+def create_dataset(
+    data_files: str | Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    processor: Any | None = None,
+    max_samples: int = -1,
+) -> Dataset:
+    """The data set that the configuration asks for: ours, or the user's class with the same constructor.
+
+    ``max_samples`` (-1 for all) keeps the first so many items, whatever the class.
+    """
+    cls = get_dataset_class(config)
+    dataset = cls(data_files=data_files, tokenizer=tokenizer, config=config, processor=processor)  # type: ignore[call-arg]
+    if 0 <= max_samples < len(dataset):  # type: ignore[arg-type]
+        return Subset(dataset, range(max_samples))
+    return dataset

@@ -1,0 +1,336 @@
+"""Demonstrations for supervised fine-tuning: conversations with a loss on the assistant's turns."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import Dataset, Subset
+
+from verl.config import SFTDataConfig
+from verl.data.chat import Message, as_messages, encode, render
+from verl.data.files import Row, Rows
+from verl.errors import ConfigError, DataError
+from verl.utils.dynamic_import import load_object
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+Span = tuple[int, int]
+
+
+class SFTDataset(Dataset):
+    """Tokenised demonstrations.
+
+    A row is a prompt and a response (``prompt_key``, ``response_key``; the prompt may be text or chat messages), or with
+    ``multiturn.enable`` a conversation (``multiturn.messages_key``). Conversations are rendered with the tokenizer's
+    chat template; text is one user message where the tokenizer has a template, and used as it stands where it has none.
+
+    The loss is on what the model has to produce: each assistant turn with the token that ends it, and nothing of the
+    template around it. A template that ends turns with nothing gets the tokenizer's end-of-text token after the last one.
+
+    Items hold int64 tensors of one length, at most ``max_length``: ``input_ids``, ``attention_mask`` (ones),
+    ``position_ids`` and ``loss_mask``, which is 1 at the tokens to be predicted.
+
+    Args:
+        data_files: a path or a list of paths to ``.parquet``, ``.jsonl`` or ``.json`` files.
+        tokenizer: the model's tokenizer.
+        config: the ``data`` section, or a mapping with its keys.
+
+    Raises:
+        DataError: a file or a row is not as described; the message names it.
+    """
+
+    def __init__(
+        self,
+        data_files: str | Path | Sequence[str | Path],
+        tokenizer: PreTrainedTokenizerBase,
+        config: SFTDataConfig | Mapping[str, Any],
+    ) -> None:
+        self.config = as_sft_data_config(config)
+        self.tokenizer = tokenizer
+        self.template_kwargs = dict(self.config.apply_chat_template_kwargs)
+        self.multiturn = self.config.multiturn.enable
+        keys = [self.config.prompt_key, self.config.response_key]
+        self.rows = Rows(data_files, required=[self.config.multiturn.messages_key] if self.multiturn else keys)
+        self._has_template = bool(getattr(tokenizer, "chat_template", None))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        try:
+            token_ids, loss_mask = self._truncated(*self._tokens(self.rows[index]))
+        except DataError as error:
+            raise DataError(f"{self.rows.place(index)}: {error}") from error.__cause__
+        length = len(token_ids)
+        return {
+            "input_ids": torch.tensor(token_ids, dtype=torch.int64),
+            "attention_mask": torch.ones(length, dtype=torch.int64),
+            "position_ids": torch.arange(length),
+            "loss_mask": torch.tensor(loss_mask, dtype=torch.int64),
+        }
+
+    def _tokens(self, row: Row) -> tuple[list[int], list[int]]:
+        if self.multiturn:
+            messages = as_messages(row[self.config.multiturn.messages_key])
+            return conversation_tokens(
+                self.tokenizer, messages, row.get(self.config.multiturn.tools_key), self.template_kwargs
+            )
+        prompt = _follow(row, self.config.prompt_key, self.config.prompt_dict_keys)
+        response = _follow(row, self.config.response_key, self.config.response_dict_keys)
+        if not isinstance(response, str):
+            raise DataError(f"the response is {type(response).__name__}; expected text")
+        if isinstance(prompt, str) and not self._has_template:
+            return self._plain_tokens(prompt, response)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else as_messages(prompt)
+        messages.append({"role": "assistant", "content": response})
+        return conversation_tokens(self.tokenizer, messages, None, self.template_kwargs, only_last=True)
+
+    def _plain_tokens(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
+        before = encode(self.tokenizer, prompt)
+        after = [*encode(self.tokenizer, response), self.tokenizer.eos_token_id]
+        return before + after, [0] * len(before) + [1] * len(after)
+
+    def _truncated(self, token_ids: list[int], loss_mask: list[int]) -> tuple[list[int], list[int]]:
+        limit, mode = self.config.max_length, self.config.truncation
+        if len(token_ids) > limit:
+            if mode == "error":
+                raise DataError(
+                    f"the example has {len(token_ids)} tokens, more than data.max_length={limit}; raise the limit, or "
+                    "set data.truncation=left|right to cut such examples"
+                )
+            part = slice(len(token_ids) - limit, None) if mode == "left" else slice(0, limit)
+            token_ids, loss_mask = token_ids[part], loss_mask[part]
+        # the first token of a sequence is never predicted
+        return token_ids, [0, *loss_mask[1:]]
+
+
+class MultiTurnSFTDataset(SFTDataset):
+    """An :class:`SFTDataset` whose rows are conversations, whatever ``multiturn.enable`` says."""
+
+    def __init__(
+        self,
+        data_files: str | Path | Sequence[str | Path],
+        tokenizer: PreTrainedTokenizerBase,
+        config: SFTDataConfig | Mapping[str, Any],
+    ) -> None:
+        section = as_sft_data_config(config)
+        super().__init__(data_files, tokenizer, section)
+        self.multiturn = True
+
+
+def conversation_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    *,
+    only_last: bool = False,
+) -> tuple[list[int], list[int]]:
+    """Token ids of a conversation and the mask of those that an assistant has to produce.
+
+    The turns are found in the rendered text: each begins where the conversation before it, rendered with an opened
+    assistant turn, ends, which is exactly what the model is given in use. Templates that mark the turns themselves
+    (``{% generation %}``) are asked instead.
+
+    Args:
+        only_last: leave out all assistant turns but the last one (a prompt may hold earlier turns).
+
+    Returns:
+        (token ids, mask), both of the conversation's length.
+
+    Raises:
+        DataError: no assistant turn, or one that cannot be found in the rendered text.
+    """
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        raise DataError("the conversation has no assistant turn, so there is nothing to learn from")
+    if only_last:
+        turns = turns[-1:]
+    kwargs = {"tools": tools, "template_kwargs": template_kwargs}
+    if not only_last and re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)):
+        return _marked_by_template(tokenizer, messages, tools, template_kwargs)
+    text = render(tokenizer, messages, add_generation_prompt=False, **kwargs)
+    spans = [_turn_span(tokenizer, messages, number, text, kwargs) for number in turns]
+    ended = _ends_with_special(tokenizer, text[spans[-1][0] : spans[-1][1]])
+    token_ids, mask = _mask_spans(tokenizer, text, spans)
+    if not ended:
+        last = max(i for i, wanted in enumerate(mask) if wanted)
+        token_ids, mask = [*token_ids[: last + 1], tokenizer.eos_token_id], [*mask[: last + 1], 1]
+    return token_ids, mask
+
+
+def _turn_span(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], number: int, text: str, kwargs: Mapping[str, Any]
+) -> Span:
+    """Where an assistant turn, with the token that ends it, lies in the conversation's text."""
+    opened = render(tokenizer, messages[:number], add_generation_prompt=True, **kwargs) if number else ""
+    if text.startswith(opened):
+        start = len(opened)
+    else:
+        # the template opens a turn differently from how it writes a past one (an empty thinking block, for example):
+        # skip as much of the opening as the text has
+        before = render(tokenizer, messages[:number], add_generation_prompt=False, **kwargs)
+        if not text.startswith(before):
+            raise DataError(
+                f"cannot find assistant turn {number} in the rendered conversation, because the chat template rewrites "
+                "earlier messages; mark the assistant's part in the template with {% generation %} ... {% endgeneration %}"
+            )
+        start = len(before) + _common_length(opened[len(before) :], text[len(before) :])
+    through = render(tokenizer, messages[: number + 1], add_generation_prompt=False, **kwargs)
+    end = len(through) if text.startswith(through) and len(through) > start else len(text)
+    return start, _after_end_token(tokenizer, text, start, end, exact=end == len(through))
+
+
+def _after_end_token(tokenizer: PreTrainedTokenizerBase, text: str, start: int, end: int, *, exact: bool) -> int:
+    """Cut what follows the token that ends the turn: line breaks, or with ``exact=False`` the turns after it."""
+    tokens = [token for token in tokenizer.all_special_tokens if token]
+    found = [m for m in re.finditer("|".join(map(re.escape, tokens)), text[start:end])] if tokens else []
+    if exact:
+        # only white space may follow: a special token inside the turn does not end it
+        closing = [m.end() for m in found if not text[start + m.end() : end].strip()]
+        return start + closing[0] if closing else start + len(text[start:end].rstrip())
+    if not found:
+        raise DataError("cannot find the end of an assistant turn in the rendered conversation")
+    return start + found[0].end()
+
+
+def _ends_with_special(tokenizer: PreTrainedTokenizerBase, turn: str) -> bool:
+    return any(turn.endswith(token) for token in tokenizer.all_special_tokens if token)
+
+
+def _mask_spans(tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[Span]) -> tuple[list[int], list[int]]:
+    """Tokenise the text and mark the tokens inside the spans.
+
+    The text is tokenised in one piece, unless a token would straddle the border of a span. Then the pieces are tokenised
+    one by one, as they are in use, where the model continues after the prompt's tokens.
+    """
+    borders = sorted({border for span in spans for border in span})
+    if getattr(tokenizer, "is_fast", False):
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        offsets = [(int(a), int(b)) for a, b in encoded["offset_mapping"]]
+        if not any(a < border < b for border in borders for a, b in offsets):
+            ids = [int(token) for token in encoded["input_ids"]]
+            return ids, [int(any(s <= a < e and a < b for s, e in spans)) for a, b in offsets]
+    token_ids: list[int] = []
+    mask: list[int] = []
+    edges = [0, *borders, len(text)]
+    for left, right in zip(edges, edges[1:], strict=False):
+        ids = encode(tokenizer, text[left:right]) if right > left else []
+        inside = any(start <= left and right <= end for start, end in spans)
+        token_ids += ids
+        mask += [int(inside)] * len(ids)
+    return token_ids, mask
+
+
+def _marked_by_template(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_kwargs: Mapping[str, Any] | None,
+) -> tuple[list[int], list[int]]:
+    encoded = tokenizer.apply_chat_template(
+        list(messages),
+        tools=list(tools) if tools else None,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        **dict(template_kwargs or {}),
+    )
+    return [int(i) for i in encoded["input_ids"]], [int(m) for m in encoded["assistant_masks"]]
+
+
+def _common_length(left: str, right: str) -> int:
+    length = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length
+
+
+def _follow(row: Row, key: str, inner: Sequence[str]) -> Any:
+    """The value of a column, or of the keys inside it."""
+    value = row[key]
+    for name in inner:
+        if not isinstance(value, Mapping) or name not in value:
+            raise DataError(f"column {key!r} has no {name!r} inside (following {list(inner)})")
+        value = value[name]
+    return value
+
+
+def as_sft_data_config(config: SFTDataConfig | Mapping[str, Any]) -> SFTDataConfig:
+    """The ``data`` section as its dataclass; a mapping may hold any of its keys."""
+    if isinstance(config, SFTDataConfig):
+        return config
+    try:
+        return SFTDataConfig(**dict(config))
+    except TypeError as error:
+        raise ConfigError(f"data section: {error}") from error
+
+
+def create_sft_dataset(
+    data_files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig, max_samples: int = -1
+) -> Dataset:
+    """The data set that the configuration asks for: ours, or the user's class with the same constructor.
+
+    Raises:
+        ConfigError: ``data.custom_cls`` names something that is not a ``torch.utils.data.Dataset``.
+    """
+    cls: Any = SFTDataset
+    if config.custom_cls.path:
+        cls = load_object(config.custom_cls.path, config.custom_cls.name or "")
+        if not (isinstance(cls, type) and issubclass(cls, Dataset)):
+            raise ConfigError(
+                f"data.custom_cls: {config.custom_cls.name!r} in {config.custom_cls.path!r} must be a class derived from "
+                f"torch.utils.data.Dataset, got {cls!r}"
+            )
+    dataset = cls(data_files=data_files, tokenizer=tokenizer, config=config)
+    if 0 <= max_samples < len(dataset):
+        return Subset(dataset, range(max_samples))
+    return dataset
+
+
+class SFTCollator:
+    """Batches of demonstrations in the layout that training engines read.
+
+    The whole sequence after its first token counts as the response, so that one layout serves every conversation:
+    ``prompts`` (B,1), ``responses`` (B,S-1), ``input_ids``, ``attention_mask``, ``position_ids`` (B,S), right-padded,
+    and ``response_mask`` (B,S-1), 1 at the tokens that the loss is on.
+
+    Args:
+        pad_token_id: fills what is not text.
+        length: S; ``None`` for the longest example of the batch.
+    """
+
+    def __init__(self, pad_token_id: int, length: int | None = None) -> None:
+        self.pad_token_id = pad_token_id
+        self.length = length
+
+    def __call__(self, items: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        longest = max(len(item["input_ids"]) for item in items)
+        length = max(2, longest if self.length is None else self.length)
+        batch = {
+            name: torch.stack([_right_padded(item[name], length, fill) for item in items])
+            for name, fill in (
+                ("input_ids", self.pad_token_id),
+                ("attention_mask", 0),
+                ("position_ids", 0),
+                ("loss_mask", 0),
+            )
+        }
+        batch["prompts"] = batch["input_ids"][:, :1].clone()
+        batch["responses"] = batch["input_ids"][:, 1:].clone()
+        batch["response_mask"] = batch.pop("loss_mask")[:, 1:].clone()
+        return batch
+
+
+def _right_padded(values: torch.Tensor, length: int, fill: int) -> torch.Tensor:
+    return torch.nn.functional.pad(values, (0, length - len(values)), value=fill)
