@@ -1,0 +1,1 @@
+"""Training engines, rollout engines, and the worker roles that join them."""

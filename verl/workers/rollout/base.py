@@ -1,0 +1,214 @@
+"""What every rollout engine accepts and returns, and the interface itself."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from verl.errors import RolloutError
+
+FinishReason = Literal["stop", "length", "abort"]
+MemoryPart = Literal["weights", "kv_cache"]
+MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one completion are chosen.
+
+    The filters apply in this order: temperature, top-k, top-p, min-p; what remains is renormalised.
+
+    Attributes:
+        max_tokens: most tokens to generate, at least 1.
+        temperature: divides the logits; 0 means greedy (the filters then change nothing).
+        top_p: keep the smallest set of most likely tokens whose probability reaches this; 1 keeps all.
+        top_k: keep this many most likely tokens; -1 or 0 keeps all.
+        min_p: drop tokens less likely than this times the most likely one; 0 keeps all.
+        seed: seed of this completion's own random stream; None draws one from the operating system.
+        ignore_eos: do not stop at the model's end-of-sequence tokens.
+        stop_token_ids: further tokens that end the completion, also with ``ignore_eos``.
+
+    Raises:
+        RolloutError: a value is out of its range.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    seed: int | None = None
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise RolloutError(f"max_tokens={self.max_tokens}: a completion needs room for at least 1 token")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise RolloutError(f"temperature={self.temperature}: use 0 (greedy) or a positive number")
+        if not 0.0 < self.top_p <= 1.0:
+            raise RolloutError(f"top_p={self.top_p}: use a number in (0, 1]; 1 keeps all tokens")
+        if self.top_k < -1:
+            raise RolloutError(f"top_k={self.top_k}: use a positive count, or -1 to keep all tokens")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise RolloutError(f"min_p={self.min_p}: use a number in [0, 1]; 0 keeps all tokens")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken at every step."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One completion to make.
+
+    Attributes:
+        prompt_ids: the prompt's tokens, without padding.
+        sampling: how to sample.
+        request_id: name for ``abort`` and messages; unique among the requests in flight.
+    """
+
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a request got.
+
+    Attributes:
+        token_ids: sampled tokens, including the token that stopped it.
+        log_probs: natural log-probability of each sampled token under the distribution that it was drawn from
+            (temperature and filters applied), computed in float32. For greedy requests, whose distribution is a
+            single token, the log-probability at temperature 1 without filters.
+        finish_reason: ``"stop"`` (end-of-sequence or stop token), ``"length"`` or ``"abort"``.
+        policy_version: version of the weights that sampled the first token.
+        last_policy_version: version that sampled the last token; None when it is the same.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: FinishReason
+    policy_version: int = 0
+    last_policy_version: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutMemory:
+    """Bytes that a rollout engine holds.
+
+    Attributes:
+        kv_cache: key and value cache.
+        owned_weights: weights that the engine holds in its own copy.
+        aliased_weights: weights that belong to the training engine and are read in place; not counted twice.
+    """
+
+    kv_cache: int
+    owned_weights: int
+    aliased_weights: int
+
+
+class RolloutEngine(ABC):
+    """Generates with the current policy. Awake it serves requests; asleep it holds no memory that it can give back."""
+
+    #: what right-padding of responses should use
+    pad_token_id: int
+
+    @property
+    @abstractmethod
+    def policy_version(self) -> int:
+        """Version of the weights in use; -1 before the first complete update."""
+
+    @abstractmethod
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Serve one request; concurrent calls are batched.
+
+        Raises:
+            RolloutError: the request is invalid, the engine sleeps or has no weights, or generation failed.
+        """
+
+    async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Serve requests, in the order given."""
+        return list(await asyncio.gather(*(self.generate(request) for request in requests)))
+
+    @abstractmethod
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """End requests now (all when None); they complete with the tokens so far and reason ``"abort"``."""
+
+    @abstractmethod
+    async def sleep(self) -> None:
+        """Give back the memory of the key-value cache and of weights that the engine holds in its own copy."""
+
+    @abstractmethod
+    async def wake(self, parts: Iterable[MemoryPart] = MEMORY_PARTS) -> None:
+        """Make ready to generate again; with ``parts``, only those (a weight update needs no cache)."""
+
+    @abstractmethod
+    async def begin_update(self, version: int) -> None:
+        """Start to receive the weights of policy ``version``. Nothing may be in flight.
+
+        Raises:
+            WeightSyncError: requests are in flight, or an update is already running.
+        """
+
+    @abstractmethod
+    async def load(self, bucket: Iterable[tuple[str, torch.Tensor]], *, live: bool = True) -> None:
+        """Take some of the weights.
+
+        Args:
+            bucket: (Hugging Face parameter name, whole tensor).
+            live: True when the tensors are the training engine's own and stay valid: the engine then reads them in
+                place where dtype and device allow it. False when they are only valid during the call.
+
+        Raises:
+            WeightSyncError: a name is unknown, a shape is wrong, or no update is running.
+        """
+
+    @abstractmethod
+    async def end_update(self) -> None:
+        """Finish the update; cached prefixes of older weights are dropped.
+
+        Raises:
+            WeightSyncError: weights are missing; the engine then refuses to generate until a complete update.
+        """
+
+    @abstractmethod
+    async def checksums(self, source: Mapping[str, torch.Tensor] | None = None) -> dict[str, str]:
+        """Digest per weight name, of the engine's weights or of ``source`` as the engine would store it."""
+
+    @abstractmethod
+    def memory(self) -> RolloutMemory:
+        """Bytes held now."""
+
+
+def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end from plain code, also where an event loop is already running in this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            outcome.append(asyncio.run(coroutine))
+        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread below
+            failure.append(error)
+
+    thread = threading.Thread(target=target, name="verl-run-blocking")
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return outcome[0]

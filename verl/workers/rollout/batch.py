@@ -1,0 +1,138 @@
+"""Between a batch of the controller and the requests and completions of a rollout engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from verl.errors import DataError, SchemaError
+from verl.protocol import DataProto
+from verl.utils.seeding import derive_seed
+from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from verl.config import RolloutConfig
+
+
+def requests_from_batch(
+    prompts: DataProto, rollout_config: RolloutConfig, *, seed: int, step: int, validate: bool
+) -> list[GenerationRequest]:
+    """One request per row.
+
+    A row's seed derives from the run's seed, the purpose, the step and the row's ``sample_index``, so a sample does
+    not depend on how the batch was split over ranks.
+
+    Args:
+        prompts: ``input_ids`` and ``attention_mask`` (B,P), left-padded; ``sample_index`` (B,) int64 numbers the
+            samples of the whole step (the row number when absent).
+        rollout_config: the ``rollout`` section.
+        seed: seed of the run.
+        step: training step.
+        validate: sample as ``val_kwargs`` says.
+
+    Raises:
+        SchemaError: a field is missing or a prompt is not left-padded.
+    """
+    batch = prompts.batch
+    fields = set() if batch is None else set(batch.keys())
+    missing = [name for name in ("input_ids", "attention_mask") if name not in fields]
+    if missing:
+        raise SchemaError(f"generation needs the fields {missing}; the batch has {sorted(fields)}")
+    input_ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+    size, width = input_ids.shape
+    lengths = mask.sum(1)
+    columns = torch.arange(width, device=mask.device)
+    if not torch.equal(mask, columns >= (width - lengths).unsqueeze(1)):
+        raise SchemaError("attention_mask of the prompts must be left-padded: zeros, then ones to the end of the row")
+    index = batch["sample_index"].tolist() if "sample_index" in fields else list(range(size))
+    settings = sampling_settings(rollout_config, validate=validate)
+    purpose = "validation" if validate else "rollout"
+    return [
+        GenerationRequest(
+            prompt_ids=row[width - length :],
+            sampling=SamplingParams(seed=derive_seed(seed, purpose, step, sample), **settings),
+            request_id=f"{purpose}-{step}-{sample}-{number}",
+        )
+        for number, (row, length, sample) in enumerate(zip(input_ids.tolist(), lengths.tolist(), index, strict=True))
+    ]
+
+
+def sampling_settings(rollout_config: RolloutConfig, *, validate: bool) -> dict[str, Any]:
+    """The arguments of :class:`SamplingParams` that a configuration stands for, without the seed."""
+    source = rollout_config.val_kwargs if validate else rollout_config
+    return {
+        "max_tokens": rollout_config.response_length,
+        "temperature": float(source.temperature) if source.do_sample else 0.0,
+        "top_p": float(source.top_p),
+        "top_k": int(source.top_k),
+        "min_p": float(getattr(source, "min_p", 0.0) or 0.0),
+        "ignore_eos": bool(rollout_config.ignore_eos),
+    }
+
+
+def batch_from_completions(
+    prompts: DataProto, completions: Sequence[Completion], response_length: int, pad_token_id: int
+) -> DataProto:
+    """The rollout's fields, row by row in the order of ``prompts``.
+
+    Args:
+        prompts: ``input_ids`` and ``attention_mask`` (B,P), left-padded.
+        completions: one per row, at most ``response_length`` tokens each.
+        response_length: R.
+        pad_token_id: fills ``responses`` after the last token.
+
+    Returns:
+        ``prompts`` (B,P), ``responses`` (B,R) int64, ``input_ids``, ``attention_mask``, ``position_ids`` (B,P+R) int64,
+        ``response_mask`` (B,R) int64 from the lengths, ``rollout_log_probs`` (B,R) float32 (0 where the mask is 0),
+        ``policy_version`` (B,2) int32: versions of the first and the last token's weights.
+
+    Raises:
+        DataError: the number of completions or a length does not fit.
+    """
+    prompt_ids = prompts.batch["input_ids"].cpu()
+    prompt_mask = prompts.batch["attention_mask"].cpu().to(torch.int64)
+    size = prompt_ids.shape[0]
+    if len(completions) != size:
+        raise DataError(f"{len(completions)} completions for {size} prompts; the engine must answer every request once")
+    lengths = np.fromiter((len(completion.token_ids) for completion in completions), np.int64, size)
+    if size and lengths.max() > response_length:
+        row = int(lengths.argmax())
+        raise DataError(
+            f"completion {row} has {lengths[row]} tokens, more than the response length {response_length}; "
+            "set max_tokens of the request to the response length"
+        )
+    total = int(lengths.sum())
+    inside = np.arange(response_length) < lengths[:, None]
+    responses = np.full((size, response_length), pad_token_id, np.int64)
+    log_probs = np.zeros((size, response_length), np.float32)
+    responses[inside] = np.fromiter((token for item in completions for token in item.token_ids), np.int64, total)
+    log_probs[inside] = np.fromiter((value for item in completions for value in item.log_probs), np.float32, total)
+    versions = np.array(
+        [
+            (item.policy_version, item.policy_version if item.last_policy_version is None else item.last_policy_version)
+            for item in completions
+        ],
+        np.int32,
+    ).reshape(size, 2)
+    response_mask = torch.from_numpy(inside.astype(np.int64))
+    attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
+    return DataProto.from_dict(
+        tensors={
+            "prompts": prompt_ids,
+            "responses": torch.from_numpy(responses),
+            "input_ids": torch.cat([prompt_ids, torch.from_numpy(responses)], dim=1),
+            "attention_mask": attention_mask,
+            "position_ids": position_ids_from_mask(attention_mask),
+            "response_mask": response_mask,
+            "rollout_log_probs": torch.from_numpy(log_probs),
+            "policy_version": torch.from_numpy(versions),
+        }
+    )
+
+
+def position_ids_from_mask(attention_mask: torch.Tensor) -> torch.Tensor:
+    """Positions (B,S) that count the attended tokens from 0; left padding gets 0."""
+    return (attention_mask.cumsum(dim=1) - 1).clamp_(min=0)

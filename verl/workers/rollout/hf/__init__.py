@@ -1,0 +1,5 @@
+"""The built-in rollout engine: batched generation with any Hugging Face causal language model.
+
+``scheduler`` decides what runs, ``runner`` holds the running batch, ``kv_cache`` and ``attention`` serve the model's
+forward, ``sampler`` and ``uniforms`` choose tokens, ``weights`` holds the module, ``engine`` is the public face.
+"""

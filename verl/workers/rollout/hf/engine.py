@@ -1,0 +1,380 @@
+"""The built-in rollout engine: generation inside the training process, on the policy's own weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from verl.errors import ConfigError, RolloutError, VerlError, WeightSyncError
+from verl.utils.device import default_compute_dtype, empty_cache, get_torch_device
+from verl.workers.rollout.base import (
+    MEMORY_PARTS,
+    Completion,
+    GenerationRequest,
+    MemoryPart,
+    RolloutEngine,
+    RolloutMemory,
+)
+from verl.workers.rollout.hf.kv_cache import RolloutCache
+from verl.workers.rollout.hf.runner import BatchRunner, FinishedSequence
+from verl.workers.rollout.hf.scheduler import Scheduler, Sequence
+from verl.workers.rollout.hf.weights import ModuleWeights, build_module
+
+if TYPE_CHECKING:
+    from verl.config import ModelConfig, RolloutConfig
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "fp16": torch.float16,
+}
+
+
+class _Call:
+    """Requests that were given together: collects their completions in order."""
+
+    def __init__(self, size: int, future: asyncio.Future[list[Completion]]) -> None:
+        self.completions: list[Completion | None] = [None] * size
+        self.missing = size
+        self.future = future
+
+    def deliver(self, index: int, completion: Completion) -> None:
+        self.completions[index] = completion
+        self.missing -= 1
+        if not self.missing and not self.future.done():
+            self.future.set_result([item for item in self.completions if item is not None])
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class HFRolloutEngine(RolloutEngine):
+    """Batched generation with any Hugging Face causal language model.
+
+    The module's parameters are the training engine's own tensors wherever dtype and device allow it, so a weight
+    update costs no memory and an optimizer step is visible at once. All work runs in the caller's thread and event
+    loop; between tokens the loop gets a turn, so requests may arrive while others are running.
+
+    Args:
+        model_config: the ``model`` section; ``path`` holds the model's configuration.
+        rollout_config: the ``rollout`` section.
+        device: ``"cpu"`` or ``"cuda"``.
+        tokenizer: the policy's tokenizer, for its end-of-sequence and padding tokens; loaded from the model's
+            directory when None and there is one.
+
+    Raises:
+        ConfigError: the model cannot be served, or an option has no meaning here.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        rollout_config: RolloutConfig,
+        *,
+        device: str = "cpu",
+        tokenizer: Any | None = None,
+    ) -> None:
+        from verl.models.loading import load_hf_config
+
+        self.device = get_torch_device(device)
+        self.dtype = _resolve_dtype(rollout_config.dtype, self.device)
+        config = load_hf_config(model_config)
+        self.model_type: str = config.model_type
+        text_config = config.get_text_config()
+        self.module = build_module(
+            config, self.dtype, self.device, trust_remote_code=bool(getattr(model_config, "trust_remote_code", False))
+        )
+        self.weights = ModuleWeights(self.module, self.dtype, self.device)
+        self.max_model_len: int | None = rollout_config.max_model_len or None
+        self._memory_share = float(getattr(rollout_config, "gpu_memory_utilization", 0.5) or 0.5)
+        self._bytes_per_token = _cache_bytes_per_token(text_config, self.dtype)
+        eos, pad = _special_tokens(model_config, config, tokenizer)
+        self.pad_token_id = pad
+        self.cache = RolloutCache(text_config.num_hidden_layers)
+        self.runner = BatchRunner(
+            self.module,
+            self.cache,
+            device=self.device,
+            dtype=self.dtype,
+            eos_token_ids=eos,
+            vocab_size=self.module.get_input_embeddings().weight.shape[0],  # type: ignore[operator]
+            max_prefill_tokens=int(getattr(rollout_config, "max_num_batched_tokens", None) or 8192),
+        )
+        self.scheduler = Scheduler(int(rollout_config.max_num_seqs))
+        self._awake: set[MemoryPart] = set(MEMORY_PARTS)
+        self._version = -1
+        self._next_version: int | None = None
+        self._calls: dict[int, _Call] = {}
+        self._driver: asyncio.Task[None] | None = None
+
+    # -- serving
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights in use; -1 before the first complete update."""
+        return self._version
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a completion unless ``ignore_eos`` is set."""
+        return self.runner.eos_token_ids
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Serve one request; see :meth:`RolloutEngine.generate`."""
+        return (await self.generate_many([request]))[0]
+
+    async def generate_many(self, requests: Seq[GenerationRequest]) -> list[Completion]:
+        """Serve requests together, in the order given. Equal prompts are prefilled once."""
+        if not requests:
+            return []
+        self._check_ready()
+        for request in requests:
+            self._check_request(request)
+        loop = asyncio.get_running_loop()
+        call = _Call(len(requests), loop.create_future())
+
+        def deliver_to(index: int) -> Any:
+            return lambda completion: call.deliver(index, completion)
+
+        sequences = [Sequence(request, deliver_to(index)) for index, request in enumerate(requests)]
+        self.scheduler.add(sequences)
+        self._calls[id(call)] = call
+        if self._driver is None or self._driver.done():
+            self._driver = loop.create_task(self._drive())
+        try:
+            return await call.future
+        except asyncio.CancelledError:
+            mine = {id(sequence) for sequence in sequences}
+            self._abort(lambda sequence: id(sequence) in mine)
+            raise
+        finally:
+            self._calls.pop(id(call), None)
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """End requests now; they complete with the tokens so far and reason ``"abort"``."""
+        if request_ids is None:
+            self._abort(lambda sequence: True)
+        else:
+            wanted = set(request_ids)
+            self._abort(lambda sequence: sequence.request.request_id in wanted)
+
+    def _abort(self, unwanted: Any) -> None:
+        for sequence in self.scheduler.remove(unwanted):
+            self._deliver(sequence, Completion([], [], "abort"))
+        for sequence, completion in self.runner.abort(unwanted):
+            self._deliver(sequence, completion)
+
+    async def _drive(self) -> None:
+        """Run until nothing is left. Whatever goes wrong is raised by the calls in flight."""
+        try:
+            while self.scheduler.waiting or self.runner.running:
+                for sequence, completion in self._advance():
+                    self._deliver(sequence, completion)
+                await asyncio.sleep(0)
+        except Exception as error:  # noqa: BLE001 - raised again by every call in flight
+            self._fail(error)
+        except BaseException:  # cancelled with its loop: nobody waits any more
+            self._forget_all()
+            raise
+
+    @torch.inference_mode()
+    def _advance(self) -> Iterator[FinishedSequence] | list[FinishedSequence]:
+        finished: list[FinishedSequence] = []
+        groups = self.scheduler.admit(self.runner.running, self.runner.columns_needed)
+        if groups:
+            finished += self.runner.admit(groups)
+        if self.runner.running:
+            finished += self.runner.step()
+        return finished
+
+    def _deliver(self, sequence: Sequence, completion: Completion) -> None:
+        if completion.policy_version != self._version:
+            completion = Completion(completion.token_ids, completion.log_probs, completion.finish_reason, self._version)
+        sequence.deliver(completion)
+
+    def _fail(self, error: Exception) -> None:
+        calls = list(self._calls.values())
+        self._forget_all()
+        self.cache.release()  # it may hold values that are not finite
+        self.runner.release()
+        for call in calls:
+            if isinstance(error, VerlError):
+                call.fail(error)
+            else:
+                wrapped = RolloutError(f"generation failed: {type(error).__name__}: {error}")
+                wrapped.__cause__ = error
+                call.fail(wrapped)
+
+    def _forget_all(self) -> None:
+        self.scheduler.remove(lambda sequence: True)
+        self.runner.reset()
+
+    def _check_ready(self) -> None:
+        if self._next_version is not None:
+            raise RolloutError("a weight update is running; generate after end_update")
+        if not self.weights.complete:
+            raise RolloutError(
+                "the rollout has no complete weights; hand over the policy's weights (sync_weights) first"
+            )
+        if len(self._awake) < len(MEMORY_PARTS):
+            asleep = [part for part in MEMORY_PARTS if part not in self._awake]
+            raise RolloutError(f"the rollout is asleep ({', '.join(asleep)}); call wake() before generating")
+
+    def _check_request(self, request: GenerationRequest) -> None:
+        prompt, sampling = request.prompt_ids, request.sampling
+        if not prompt:
+            raise RolloutError(f"request {request.request_id!r} has an empty prompt; give at least one token")
+        if min(prompt) < 0 or max(prompt) >= self.runner.vocab_size:
+            bad = min(prompt) if min(prompt) < 0 else max(prompt)
+            raise RolloutError(
+                f"request {request.request_id!r} has token id {bad}, outside of the model's vocabulary of "
+                f"{self.runner.vocab_size}; tokenizer and model must belong together"
+            )
+        total = len(prompt) + sampling.max_tokens
+        if self.max_model_len is not None and total > self.max_model_len:
+            raise RolloutError(
+                f"request {request.request_id!r}: {len(prompt)} prompt tokens + max_tokens={sampling.max_tokens} "
+                f"exceed rollout.max_model_len={self.max_model_len}"
+            )
+
+    # -- memory
+
+    async def sleep(self) -> None:
+        """Give back the cache and own copies of weights; aliased weights cost nothing and stay."""
+        self._require_idle("sleep", RolloutError)
+        self.runner.release()
+        self.weights.release()
+        self._awake.clear()
+        empty_cache(self.device)
+
+    async def wake(self, parts: Iterable[MemoryPart] = MEMORY_PARTS) -> None:
+        """Make ready again; the cache's memory is taken when the first batch needs it."""
+        wanted = set(parts)
+        unknown = wanted - set(MEMORY_PARTS)
+        if unknown:
+            raise RolloutError(f"wake: unknown parts {sorted(unknown)}; use {', '.join(MEMORY_PARTS)}")
+        if "weights" in wanted and "weights" not in self._awake:
+            self.weights.restore()
+        if "kv_cache" in wanted:
+            self.scheduler.max_cached_tokens = self._cached_tokens_limit()
+        self._awake |= wanted
+
+    def memory(self) -> RolloutMemory:
+        """Bytes held now, on the engine's device."""
+        owned, aliased = self.weights.nbytes()
+        return RolloutMemory(kv_cache=self.cache.nbytes(), owned_weights=owned, aliased_weights=aliased)
+
+    def _cached_tokens_limit(self) -> int:
+        """Tokens whose keys and values fit into ``gpu_memory_utilization`` of the GPU, or of the free memory on CPU."""
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            budget = total * self._memory_share - (total - free)
+        else:
+            budget = (psutil.virtual_memory().available + self.cache.nbytes()) * self._memory_share
+        return max(1, int(budget) // self._bytes_per_token)
+
+    # -- weights
+
+    async def begin_update(self, version: int) -> None:
+        """Start to receive weights; see :meth:`RolloutEngine.begin_update`."""
+        self._require_idle("begin_update", WeightSyncError)
+        if self._next_version is not None:
+            raise WeightSyncError(f"the update to version {self._next_version} is still running; end it first")
+        if "weights" not in self._awake:
+            self.weights.restore()
+            self._awake.add("weights")
+        self.weights.begin()
+        self._next_version = version
+
+    async def load(self, bucket: Iterable[tuple[str, torch.Tensor]], *, live: bool = True) -> None:
+        """Take some of the weights; see :meth:`RolloutEngine.load`."""
+        try:
+            self.weights.load(bucket, live=live)
+        except BaseException:
+            self._next_version = None
+            self.weights.cancel()
+            raise
+
+    async def end_update(self) -> None:
+        """Finish the update; see :meth:`RolloutEngine.end_update`."""
+        version, self._next_version = self._next_version, None
+        self.weights.end()
+        assert version is not None
+        self._version = version
+
+    async def checksums(self, source: Mapping[str, torch.Tensor] | None = None) -> dict[str, str]:
+        """Digest per weight; see :meth:`RolloutEngine.checksums`."""
+        return self.weights.checksums(source)
+
+    def _require_idle(self, what: str, error: type[VerlError]) -> None:
+        in_flight = self.scheduler.waiting + self.runner.running
+        if in_flight:
+            raise error(f"{what}: {in_flight} requests are in flight; await them or abort() them first")
+
+
+def _resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    if name in (None, "auto"):
+        return default_compute_dtype(device)
+    if name not in _DTYPES:
+        raise ConfigError(f"rollout.dtype={name!r}: use auto, {', '.join(_DTYPES)}")
+    return _DTYPES[str(name)]
+
+
+def _special_tokens(model_config: Any, config: Any, tokenizer: Any | None) -> tuple[frozenset[int], int]:
+    """End-of-sequence tokens from the generation config, the model config and the tokenizer; and the padding token."""
+    from transformers import GenerationConfig
+
+    path = str(model_config.path)
+    eos: set[int] = set(_as_ids(getattr(config, "eos_token_id", None)))
+    pad = getattr(config, "pad_token_id", None)
+    try:
+        generation = GenerationConfig.from_pretrained(path)
+    except OSError:
+        logger.debug("%s has no generation config", path)
+    else:
+        eos.update(_as_ids(generation.eos_token_id))
+        pad = generation.pad_token_id if pad is None else pad
+    tokenizer_path = getattr(model_config, "tokenizer_path", None) or path
+    if tokenizer is None and not (Path(tokenizer_path).is_dir() and not list(Path(tokenizer_path).glob("tokenizer*"))):
+        from verl.utils.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(
+            tokenizer_path, trust_remote_code=bool(getattr(model_config, "trust_remote_code", False))
+        )
+    if tokenizer is not None:
+        eos.update(_as_ids(tokenizer.eos_token_id))
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else pad
+    if pad is None:
+        pad = min(eos) if eos else 0
+    return frozenset(eos), int(pad)
+
+
+def _as_ids(value: Any) -> list[int]:
+    if value is None:
+        return []
+    return [int(item) for item in value] if isinstance(value, list | tuple) else [int(value)]
+
+
+def _cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of keys and values that one token takes in all layers, from the model's configuration."""
+    if getattr(config, "kv_lora_rank", None):  # latent attention caches compressed vectors
+        per_layer = config.kv_lora_rank + config.qk_rope_head_dim
+    else:
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        per_layer = 2 * heads * width
+    return int(per_layer * config.num_hidden_layers * dtype.itemsize)

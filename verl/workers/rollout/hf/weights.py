@@ -1,0 +1,302 @@
+"""The module that generates, and where its weights live."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl.errors import ConfigError, WeightSyncError
+from verl.workers.rollout.hf.attention import ATTENTION_NAME, keep_last_hidden, register_attention
+
+logger = logging.getLogger(__name__)
+
+_SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules built inside get parameters without memory, but real buffers.
+
+    Buffers such as rotary frequencies are computed by the constructors and come with no checkpoint, so they must be
+    real; parameters are assigned later.
+    """
+    original = nn.Module.register_parameter
+
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta":
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=False)
+        original(self, name, param)
+
+    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def build_module(
+    config: Any, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool = False
+) -> nn.Module:
+    """A causal language model without weights that generates through :mod:`~verl.workers.rollout.hf.attention`.
+
+    Args:
+        config: a Transformers configuration.
+        dtype: of the parameters.
+        device: of the buffers.
+
+    Raises:
+        ConfigError: the architecture needs attention that this engine does not have.
+    """
+    from transformers import AutoModelForCausalLM
+
+    register_attention()
+    text_config = config.get_text_config()
+    kinds = set(getattr(text_config, "layer_types", None) or ()) - _SERVED_LAYER_TYPES
+    if kinds:
+        raise ConfigError(
+            f"model type {config.model_type!r} has {', '.join(sorted(kinds))} layers, which rollout.name=hf does not "
+            f"serve; it serves {', '.join(sorted(_SERVED_LAYER_TYPES))}"
+        )
+    try:
+        with parameters_on_meta():
+            module: nn.Module = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config),
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                trust_remote_code=trust_remote_code,
+            )
+    except ValueError as error:
+        raise ConfigError(f"model type {config.model_type!r} cannot be built for rollout.name=hf: {error}") from error
+    if not getattr(module, "_supports_attention_backend", False):
+        raise ConfigError(
+            f"model type {config.model_type!r} does not let its attention be replaced (it has no AttentionInterface "
+            "in Transformers), so rollout.name=hf cannot serve it"
+        )
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    if head is None:
+        raise ConfigError(f"model type {config.model_type!r} has no output embeddings; it cannot generate text")
+    head.register_forward_pre_hook(keep_last_hidden)
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = buffer.to(device)
+    return module.eval().requires_grad_(False)
+
+
+@dataclass
+class _Weight:
+    """One tensor of the model; tied parameters are one weight with several names.
+
+    Attributes:
+        names: all its names, the first one for messages.
+        slots: (module, attribute) pairs to assign.
+        shape, dtype: what the module expects.
+        persistent_buffer: a buffer that belongs to checkpoints.
+        owned: the engine's own copy, None when the source is read in place.
+        live: the source's tensor that ``owned`` was cast from and can be cast from again.
+    """
+
+    names: list[str]
+    slots: list[tuple[nn.Module, str]]
+    shape: torch.Size
+    dtype: torch.dtype
+    persistent_buffer: bool
+    owned: torch.Tensor | None = None
+    live: torch.Tensor | None = None
+    current: torch.Tensor | None = field(default=None, repr=False)
+
+    def assign(self, tensor: torch.Tensor) -> None:
+        self.current = tensor
+        for module, attribute in self.slots:
+            if self.persistent_buffer:
+                module._buffers[attribute] = tensor
+            else:
+                module._parameters[attribute] = nn.Parameter(tensor, requires_grad=False)
+
+
+class ModuleWeights:
+    """Assigns weights to a module: in place of a copy wherever the source's tensor can be read directly.
+
+    Args:
+        module: from :func:`build_module`.
+        dtype: dtype of the parameters.
+        device: where they live.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        self.module = module
+        self.device = device
+        self._weights = _find_weights(module, dtype)
+        self._by_name = {name: weight for weight in self._weights for name in weight.names}
+        self._received: dict[int, torch.Tensor] | None = None
+        self.complete = False
+
+    @property
+    def names(self) -> list[str]:
+        """All names that are accepted; tied weights under each of their names."""
+        return list(self._by_name)
+
+    def begin(self) -> None:
+        """Start an update; until :meth:`end` the weights count as incomplete."""
+        if self._received is not None:
+            raise WeightSyncError("a weight update is already running; end it before beginning another")
+        self._received = {}
+        self.complete = False
+
+    def load(self, bucket: Iterable[tuple[str, torch.Tensor]], *, live: bool) -> None:
+        """Take weights; see :meth:`RolloutEngine.load`."""
+        if self._received is None:
+            raise WeightSyncError("weights arrived outside of an update; call begin_update first")
+        for name, tensor in bucket:
+            weight = self._by_name.get(name)
+            if weight is None:
+                near = [known for known in self._by_name if known.endswith(name.rsplit(".", 2)[-1])][:2]
+                raise WeightSyncError(
+                    f"unexpected weight {name!r}: the rollout's {type(self.module).__name__} has no such parameter "
+                    f"(similar ones: {near}); both sides must be built from the same model configuration"
+                )
+            tensor = tensor.detach()
+            if tensor.shape != weight.shape:
+                raise WeightSyncError(
+                    f"weight {name!r} has shape {tuple(tensor.shape)}, the rollout expects {tuple(weight.shape)}; "
+                    "a source must deliver whole, unsharded tensors"
+                )
+            before = self._received.get(id(weight))
+            if before is not None:  # the second name of a tied weight
+                if before.data_ptr() != tensor.data_ptr() and not torch.equal(before.to(tensor), tensor):
+                    raise WeightSyncError(
+                        f"{' and '.join(weight.names)} are tied in the rollout but arrived with different values; "
+                        "check tie_word_embeddings of the model configuration"
+                    )
+                continue
+            self._received[id(weight)] = tensor
+            self._store(weight, tensor, live=live)
+
+    def end(self) -> None:
+        """Finish the update.
+
+        Raises:
+            WeightSyncError: weights are missing.
+        """
+        if self._received is None:
+            raise WeightSyncError("no weight update is running; call begin_update first")
+        missing = [weight.names[0] for weight in self._weights if id(weight) not in self._received]
+        self._received = None
+        if missing:
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            raise WeightSyncError(
+                f"{len(missing)} of {len(self._weights)} weights did not arrive: {', '.join(missing[:5])}{more}; "
+                "the rollout stays without usable weights until a complete update"
+            )
+        self.complete = True
+
+    def cancel(self) -> None:
+        """Leave a failed update; the weights stay incomplete."""
+        self._received = None
+
+    def _store(self, weight: _Weight, tensor: torch.Tensor, *, live: bool) -> None:
+        same = tensor.dtype == weight.dtype and tensor.device == self.device
+        if live and same:
+            weight.owned = weight.live = None
+            # always a new Parameter: the source may have replaced its storage
+            if weight.current is None or weight.current.data_ptr() != tensor.data_ptr():
+                weight.assign(tensor)
+            return
+        weight.live = tensor if live else None
+        if weight.owned is None or weight.owned.device != self.device:
+            weight.owned = torch.empty(weight.shape, dtype=weight.dtype, device=self.device)
+        weight.owned.copy_(tensor)
+        if weight.current is not weight.owned:
+            weight.assign(weight.owned)
+
+    def release(self) -> None:
+        """Give back memory of own copies: what can be cast again is dropped, the rest moves to the host."""
+        for weight in self._weights:
+            if weight.owned is None:
+                continue
+            if weight.live is not None:
+                weight.owned = None
+                weight.assign(torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
+            elif self.device.type != "cpu":
+                weight.owned = weight.owned.to("cpu")
+                weight.assign(torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
+
+    def restore(self) -> None:
+        """Undo :meth:`release`."""
+        for weight in self._weights:
+            if weight.owned is None and weight.live is not None:
+                weight.owned = weight.live.to(device=self.device, dtype=weight.dtype, copy=True)
+                weight.assign(weight.owned)
+            elif weight.owned is not None and weight.owned.device != self.device:
+                weight.owned = weight.owned.to(self.device)
+                weight.assign(weight.owned)
+
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes of (own copies on the engine's device, weights read in place)."""
+        owned = sum(w.owned.nbytes for w in self._weights if w.owned is not None and w.owned.device == self.device)
+        aliased = sum(
+            w.current.nbytes for w in self._weights if w.owned is None and w.live is None and w.current is not None
+        )
+        return owned, aliased
+
+    def checksums(self, source: Mapping[str, torch.Tensor] | None = None) -> dict[str, str]:
+        """Digest per name of what is loaded, or of ``source`` cast as this module stores it."""
+        if source is None:
+            found = {weight.names[0]: weight.current for weight in self._weights if weight.current is not None}
+            return {name: _digest(tensor) for name, tensor in found.items()}
+        digests: dict[str, str] = {}
+        for name, tensor in source.items():
+            if name not in self._by_name:
+                raise WeightSyncError(f"unexpected weight {name!r} in the checksum comparison")
+            weight = self._by_name[name]
+            digests.setdefault(weight.names[0], _digest(tensor.detach().to(weight.dtype)))
+        return digests
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+    return hashlib.blake2b(raw.tobytes(), digest_size=16).hexdigest()
+
+
+def _find_weights(module: nn.Module, dtype: torch.dtype) -> list[_Weight]:
+    """The module's parameters and persistent buffers, tied ones together."""
+    owners = dict(module.named_modules())
+    tied = dict(getattr(module, "all_tied_weights_keys", None) or {})
+    keep_fp32 = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        keep_fp32 |= set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    weights: dict[Any, _Weight] = {}
+    parameters = list(module.named_parameters(remove_duplicate=False))
+    identity = {name: id(parameter) for name, parameter in parameters}
+    for name, parameter in parameters:
+        key = identity.get(tied.get(name, name), id(parameter))
+        owner, _, attribute = name.rpartition(".")
+        weight = weights.get(key)
+        if weight is None:
+            wanted = parameter.dtype
+            if wanted.is_floating_point and _mentions(name, keep_fp32):
+                wanted = torch.float32
+            weight = weights[key] = _Weight([], [], parameter.shape, wanted, False)
+        weight.names.append(name)
+        weight.slots.append((owners[owner], attribute))
+    for owner_name, owner_module in owners.items():
+        for attribute, buffer in owner_module._buffers.items():
+            if buffer is None or attribute in owner_module._non_persistent_buffers_set:
+                continue
+            name = f"{owner_name}.{attribute}" if owner_name else attribute
+            wanted = torch.float32 if buffer.is_floating_point() and _mentions(name, keep_fp32) else buffer.dtype
+            weights[name] = _Weight([name], [(owner_module, attribute)], buffer.shape, wanted, True)
+    return list(weights.values())
+
+
+def _mentions(name: str, keys: set[str]) -> bool:
+    return any(re.search(rf"(^|\.){re.escape(key)}(\.|$)", name) for key in keys)
