@@ -9,6 +9,7 @@ from verl.config.actor import ActorConfig, ActorRolloutRefConfig, PolicyLossConf
 from verl.config.algorithm import AlgorithmConfig, KLCtrlConfig
 from verl.config.base import Config, MicroBatch, find_problems, seal, to_dict, to_yaml
 from verl.config.checkpoint import CheckpointConfig
+from verl.config.cli import main, parse_cli
 from verl.config.critic import CriticConfig
 from verl.config.data import CustomClsConfig, DataConfig
 from verl.config.fsdp import FSDPConfig, MixedPrecisionConfig, WrapPolicyConfig
@@ -56,6 +57,8 @@ __all__ = [
     "WrapPolicyConfig",
     "find_problems",
     "load_config",
+    "main",
+    "parse_cli",
     "seal",
     "to_dict",
     "to_yaml",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 # Other spelling -> our key. An entry also maps the keys below it.
@@ -285,7 +285,7 @@ UNSUPPORTED: Sequence[Unsupported] = (
 )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _compiled(pattern: str) -> re.Pattern[str]:
     parts = []
     for part in pattern.split("."):

@@ -105,7 +105,6 @@ def _new_problems(
         while source is not None and source not in reported | own:
             source = _source(source, keys, accepted)
         if source is None and path not in reported:
-        if source is None:
             yield problem
             own.add(path)
 
@@ -113,8 +112,9 @@ def _new_problems(
 def _source(path: str, keys: Mapping[str, Key], accepted: Values) -> str | None:
     """Return the key that ``path`` takes its value from, if it was not given itself."""
     key = keys.get(path)
-    inherits = key is not None and path not in accepted and key.default is not None
-    return str(key.default)[2:-1] if key is not None and inherits and str(key.default).startswith("${") else None
+    if key is None or path in accepted or not str(key.default).startswith("${"):
+        return None
+    return str(key.default)[2:-1]
 
 
 def _parse(overrides: Sequence[str], problems: list[str]) -> list[Override]:

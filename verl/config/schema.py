@@ -8,7 +8,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from verl.config.base import Config
@@ -41,7 +41,7 @@ class Key:
         return name.replace("typing.", "")
 
 
-@lru_cache(maxsize=None)
+@cache
 def keys_of(schema: type[Config]) -> dict[str, Key]:
     """Return every section and key of ``schema`` by dotted path, in the order of declaration."""
     return {key.path: key for key in _walk(schema(), "", {})}

@@ -1,0 +1,1 @@
+"""The presets of the entry points, as YAML."""
