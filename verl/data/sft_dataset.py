@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +29,14 @@ Span = tuple[int, int]
 class SFTDataset(Dataset):
     """Tokenised demonstrations.
 
-    A row is a prompt and a response (``prompt_key``, ``response_key``; the prompt may be text or chat messages), or with
-    ``multiturn.enable`` a conversation (``multiturn.messages_key``). Conversations are rendered with the tokenizer's
-    chat template; text is one user message where the tokenizer has a template, and used as it stands where it has none.
+    A row is a prompt and a response (``prompt_key``, ``response_key``; the prompt may be text or chat messages), or
+    with ``multiturn.enable`` a conversation (``multiturn.messages_key``). Conversations are rendered with the
+    tokenizer's chat template; text is one user message where the tokenizer has a template, and used as it stands where
+    it has none.
 
     The loss is on what the model has to produce: each assistant turn with the token that ends it, and nothing of the
-    template around it. A template that ends turns with nothing gets the tokenizer's end-of-text token after the last one.
+    template around it. A template that ends turns with nothing gets the tokenizer's end-of-text token after the last
+    one.
 
     Items hold int64 tensors of one length, at most ``max_length``: ``input_ids``, ``attention_mask`` (ones),
     ``position_ids`` and ``loss_mask``, which is 1 at the tokens to be predicted.
@@ -181,18 +184,18 @@ def _turn_span(
         if not text.startswith(before):
             raise DataError(
                 f"cannot find assistant turn {number} in the rendered conversation, because the chat template rewrites "
-                "earlier messages; mark the assistant's part in the template with {% generation %} ... {% endgeneration %}"
+                "earlier messages; mark the assistant's part in it with {% generation %} ... {% endgeneration %}"
             )
         start = len(before) + _common_length(opened[len(before) :], text[len(before) :])
     through = render(tokenizer, messages[: number + 1], add_generation_prompt=False, **kwargs)
-    end = len(through) if text.startswith(through) and len(through) > start else len(text)
-    return start, _after_end_token(tokenizer, text, start, end, exact=end == len(through))
+    exact = text.startswith(through) and len(through) > start
+    return start, _after_end_token(tokenizer, text, start, len(through) if exact else len(text), exact=exact)
 
 
 def _after_end_token(tokenizer: PreTrainedTokenizerBase, text: str, start: int, end: int, *, exact: bool) -> int:
     """Cut what follows the token that ends the turn: line breaks, or with ``exact=False`` the turns after it."""
     tokens = [token for token in tokenizer.all_special_tokens if token]
-    found = [m for m in re.finditer("|".join(map(re.escape, tokens)), text[start:end])] if tokens else []
+    found = list(re.finditer("|".join(map(re.escape, tokens)), text[start:end])) if tokens else []
     if exact:
         # only white space may follow: a special token inside the turn does not end it
         closing = [m.end() for m in found if not text[start + m.end() : end].strip()]
@@ -209,8 +212,8 @@ def _ends_with_special(tokenizer: PreTrainedTokenizerBase, turn: str) -> bool:
 def _mask_spans(tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[Span]) -> tuple[list[int], list[int]]:
     """Tokenise the text and mark the tokens inside the spans.
 
-    The text is tokenised in one piece, unless a token would straddle the border of a span. Then the pieces are tokenised
-    one by one, as they are in use, where the model continues after the prompt's tokens.
+    The text is tokenised in one piece, unless a token would straddle the border of a span. Then the pieces are
+    tokenised one by one, as they are in use, where the model continues after the prompt's tokens.
     """
     borders = sorted({border for span in spans for border in span})
     if getattr(tokenizer, "is_fast", False):
@@ -222,7 +225,7 @@ def _mask_spans(tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[S
     token_ids: list[int] = []
     mask: list[int] = []
     edges = [0, *borders, len(text)]
-    for left, right in zip(edges, edges[1:], strict=False):
+    for left, right in pairwise(edges):
         ids = encode(tokenizer, text[left:right]) if right > left else []
         inside = any(start <= left and right <= end for start, end in spans)
         token_ids += ids
@@ -289,8 +292,8 @@ def create_sft_dataset(
         cls = load_object(config.custom_cls.path, config.custom_cls.name or "")
         if not (isinstance(cls, type) and issubclass(cls, Dataset)):
             raise ConfigError(
-                f"data.custom_cls: {config.custom_cls.name!r} in {config.custom_cls.path!r} must be a class derived from "
-                f"torch.utils.data.Dataset, got {cls!r}"
+                f"data.custom_cls: {config.custom_cls.name!r} in {config.custom_cls.path!r} must be a class derived "
+                f"from torch.utils.data.Dataset, got {cls!r}"
             )
     dataset = cls(data_files=data_files, tokenizer=tokenizer, config=config)
     if 0 <= max_samples < len(dataset):

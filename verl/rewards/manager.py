@@ -117,7 +117,7 @@ class RewardManager(ABC):
 
     def close(self) -> None:
         """Give back processes; a manager without any has nothing to do."""
-        return None
+        return
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
         """Score a batch.

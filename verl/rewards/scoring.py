@@ -58,7 +58,7 @@ class Scorer(ABC):
 
     def close(self) -> None:
         """Give back processes; a scorer without any has nothing to do."""
-        return None
+        return
 
 
 def make_scorer(function: ScoreFunction, *, timeout_s: float | None, num_workers: int) -> Scorer:
