@@ -31,7 +31,10 @@ def strategy_problems(strategy: str) -> Iterator[str]:
 class PolicyLossConfig(Config):
     """Which policy loss."""
 
-    loss_mode: str = opt("vanilla", "Name of the policy loss; 'vanilla' is PPO's clipped loss with dual clip.")
+    loss_mode: str = opt(
+        "vanilla",
+        "Policy loss: vanilla (PPO's clipped loss with dual clip), gpg (no ratio), or one that a plug-in adds.",
+    )
 
 
 @dataclass
@@ -42,9 +45,7 @@ class ActorConfig(Config):
     global_batch_info: ClassVar[Mapping[str, Any]] = {}
 
     strategy: str = opt("fsdp", "Training engine; fsdp and fsdp2 both mean the FSDP2 engine.")
-    ppo_mini_batch_size: int = opt(
-        256, "Prompts per optimizer step, over all ranks (times rollout.n samples).", ge=1
-    )
+    ppo_mini_batch_size: int = opt(256, "Prompts per optimizer step, over all ranks (times rollout.n samples).", ge=1)
     ppo_micro_batch_size_per_gpu: int | None = opt(
         None, "Samples per rank in one forward and backward pass; not given = the rank's whole mini-batch.", ge=1
     )
@@ -147,6 +148,5 @@ class ActorRolloutRefConfig(Config):
     def problems(self) -> Iterator[str]:
         if not self.hybrid_engine:
             yield (
-                "hybrid_engine=False: generation in processes of its own is not in this version; "
-                "use hybrid_engine=True"
+                "hybrid_engine=False: generation in processes of its own is not in this version; use hybrid_engine=True"
             )

@@ -11,10 +11,22 @@ from dataclasses import dataclass
 from verl.config.actor import KL_PENALTIES
 from verl.config.base import Config, opt, section
 
-ADV_ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg")
-POLICY_LOSSES = ("vanilla",)
+ADV_ESTIMATORS = (
+    "gae",
+    "grpo",
+    "grpo_vectorized",
+    "rloo",
+    "rloo_vectorized",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "opo",
+    "gpg",
+)
+POLICY_LOSSES = ("vanilla", "gpg")
 NEEDS_VALUES = frozenset({"gae"})
-NEEDS_GROUPS = frozenset({"grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg"})
+NEEDS_GROUPS = frozenset(
+    {"grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo", "gpg"}
+)
 
 
 @dataclass

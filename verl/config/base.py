@@ -48,7 +48,7 @@ def opt(
     if isinstance(default, list | dict):
         factory = cast(Callable[[], Any], default.copy)
         return cast(T, dataclasses.field(default_factory=factory, metadata=metadata))
-    return cast(T, dataclasses.field(default=default, metadata=metadata))
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def section(
@@ -73,7 +73,7 @@ def section(
         "inherits": inherits,
         "inherit_only": tuple(inherit_only) if inherit_only is not None else None,
     }
-    return cast(C, dataclasses.field(default_factory=lambda: cls(**changes), metadata=metadata))
+    return dataclasses.field(default_factory=lambda: cls(**changes), metadata=metadata)
 
 
 @dataclass
@@ -147,13 +147,14 @@ def _field_problems(f: dataclasses.Field[Any], value: Any, prefix: str) -> Itera
     for v in values:
         if isinstance(v, bool) or not isinstance(v, int | float):
             continue
-        for word, bound, broken in (
-            (">=", f.metadata.get("ge"), lambda b, v=v: not v >= b),
-            (">", f.metadata.get("gt"), lambda b, v=v: not v > b),
-            ("<=", f.metadata.get("le"), lambda b, v=v: not v <= b),
-        ):
-            if bound is not None and broken(bound):
-                yield f"{prefix}{f.name}={value!r}: must be {word} {bound}"
+        low, above, high = (f.metadata.get(name) for name in ("ge", "gt", "le"))
+        # Written as "not in bounds", so that NaN is out of bounds.
+        if low is not None and not v >= low:
+            yield f"{prefix}{f.name}={value!r}: must be >= {low}"
+        if above is not None and not v > above:
+            yield f"{prefix}{f.name}={value!r}: must be > {above}"
+        if high is not None and not v <= high:
+            yield f"{prefix}{f.name}={value!r}: must be <= {high}"
 
 
 def to_dict(config: Config) -> dict[str, Any]:

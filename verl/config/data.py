@@ -38,9 +38,7 @@ class DataConfig(Config):
     gen_batch_size: int | None = opt(
         None, "Prompts per generation call; must be train_batch_size here.", ge=1, inherits="data.train_batch_size"
     )
-    val_batch_size: int | None = opt(
-        None, "Prompts per validation batch; not given = the whole validation set.", ge=1
-    )
+    val_batch_size: int | None = opt(None, "Prompts per validation batch; not given = the whole validation set.", ge=1)
     shuffle: bool = opt(True, "Shuffle the training prompts in every epoch.")
     validation_shuffle: bool = opt(False, "Shuffle the validation prompts.")
     seed: int | None = opt(None, "Seed of the shuffling; not given = derived from trainer.seed.")

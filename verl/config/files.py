@@ -23,7 +23,9 @@ def missing_file(key: str, path: str | None, *, directory: bool = False) -> str 
     if not full.exists():
         return f"{key}: no such {'directory' if directory else 'file'} (seen from {Path.cwd()})"
     if full.is_dir() != directory:
-        return f"{key}: is a {'directory' if full.is_dir() else 'file'}, expected a {'directory' if directory else 'file'}"
+        return (
+            f"{key}: is a {'directory' if full.is_dir() else 'file'}, expected a {'directory' if directory else 'file'}"
+        )
     return None
 
 

@@ -80,5 +80,5 @@ class FSDPConfig(Config):
         if self.ulysses_sequence_parallel_size > 1:
             yield (
                 f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size}: splitting one sequence over "
-                "ranks is not in this version; use 1 and, for long sequences, use_dynamic_bsz with gradient checkpointing"
+                "ranks is not in this version; use 1 (for long sequences: use_dynamic_bsz, gradient checkpointing)"
             )

@@ -38,6 +38,9 @@ PPO_ALIASES: Mapping[str, str] = {
     ),
     "actor_rollout_ref.model.override_config.model_config": "actor_rollout_ref.model.override_config",
     "critic.model.override_config.model_config": "critic.model.override_config",
+    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": (
+        "actor_rollout_ref.rollout.update_weights_bucket_megabytes"
+    ),
     "ray_init": "ray_kwargs.ray_init",
 }
 
@@ -143,8 +146,8 @@ _COVARIANCE = (
     "is for the clip_cov and kl_cov policy losses, which are not in this version; use policy_loss.loss_mode=vanilla"
 )
 _OPTIM_EXTRA = (
-    "is for Megatron's optimizer, which is not in this version; fsdp_config.optimizer_offload keeps the optimizer state "
-    "in host memory"
+    "is for Megatron's optimizer, which is not in this version; fsdp_config.optimizer_offload keeps the state in "
+    "host memory"
 )
 
 UNSUPPORTED: Sequence[Unsupported] = (
@@ -152,7 +155,9 @@ UNSUPPORTED: Sequence[Unsupported] = (
     # engines
     Unsupported("**.megatron.**", _MEGATRON),
     Unsupported("**.override_optimizer_config.**", _OPTIM_EXTRA),
-    Unsupported("**.optim.optimizer_impl", "names a package of optimizers; leave it out, AdamW is torch's", ("torch.optim",)),
+    Unsupported(
+        "**.optim.optimizer_impl", "names a package of optimizers; leave it out, AdamW is torch's", ("torch.optim",)
+    ),
     Unsupported(
         "**.fsdp_config.use_orig_params",
         "is an option of FSDP1; FSDP2 always keeps the original parameters, so leave it out",
@@ -178,14 +183,11 @@ UNSUPPORTED: Sequence[Unsupported] = (
     Unsupported(f"{_R}.enable_prefix_caching", _SERVER, (False,)),
     Unsupported(f"{_R}.engine_kwargs.**", _SERVER, (None,)),
     Unsupported(f"{_R}.disable_log_stats", _SERVER, (True,)),
-    Unsupported(f"{_R}.quantization", "is for a quantised rollout, which is not in this version; use rollout.dtype", (None,)),
     Unsupported(
-        f"{_R}.enforce_eager", "turns CUDA graphs off; rollout.name=hf has none, so leave it out or use True", (True,)
+        f"{_R}.quantization", "is for a quantised rollout, which is not in this version; use rollout.dtype", (None,)
     ),
     Unsupported(
-        f"{_R}.free_cache_engine",
-        "keeps the key-value cache between steps; rollout.name=hf always frees it, so leave it out or use True",
-        (True,),
+        f"{_R}.enforce_eager", "turns CUDA graphs off; rollout.name=hf has none, so leave it out or use True", (True,)
     ),
     Unsupported(
         f"{_R}.load_format",
@@ -193,7 +195,9 @@ UNSUPPORTED: Sequence[Unsupported] = (
         ("auto", "dummy", "dummy_hf", "safetensors"),
     ),
     Unsupported(
-        f"{_R}.skip_tokenizer_init", "makes the engine decode text; here engines work on token ids, leave it out", (True,)
+        f"{_R}.skip_tokenizer_init",
+        "makes the engine decode text; here engines work on token ids, so leave it out",
+        (True,),
     ),
     Unsupported(f"{_R}.tensor_model_parallel_size", _PARALLEL, (1,)),
     Unsupported(f"{_R}.data_parallel_size", _PARALLEL, (1,)),
@@ -205,11 +209,9 @@ UNSUPPORTED: Sequence[Unsupported] = (
         (False,),
     ),
     Unsupported(
-        f"{_R}.multi_stage_wake_up", "wakes another engine in steps; rollout.name=hf never sleeps, leave it out", (False,)
-    ),
-    Unsupported(
-        f"{_R}.update_weights_bucket_megabytes",
-        "bounds the copy of weights to another engine; rollout.name=hf copies none, so leave it out",
+        f"{_R}.multi_stage_wake_up",
+        "wakes another engine in steps; rollout.name=hf never sleeps, so leave it out",
+        (False,),
     ),
     Unsupported(
         f"{_R}.checkpoint_engine.**",
@@ -239,7 +241,9 @@ UNSUPPORTED: Sequence[Unsupported] = (
     Unsupported("algorithm.rollout_correction.bypass_mode", _CORRECTION, (False,)),
     Unsupported("algorithm.rollout_correction.**", _CORRECTION, (None,)),
     Unsupported(
-        "algorithm.use_pf_ppo", "is for reweighting samples (PF-PPO), which is not in this version; leave it out", (False,)
+        "algorithm.use_pf_ppo",
+        "is for reweighting samples (PF-PPO), which is not in this version; leave it out",
+        (False,),
     ),
     Unsupported(
         "algorithm.pf_ppo.**", "is for reweighting samples (PF-PPO), which is not in this version; leave it out"
@@ -251,8 +255,8 @@ UNSUPPORTED: Sequence[Unsupported] = (
     Unsupported("reward_model.enable_resource_pool", _GENERATIVE_RM, (False,)),
     Unsupported(
         "reward_model.use_reward_loop",
-        "chooses between two ways of calling reward functions; here they always run in reward.num_workers processes, so "
-        "leave it out",
+        "chooses between two ways of calling reward functions; they always run in reward.num_workers processes, so leave "
+        "it out",
         (False,),
     ),
     Unsupported(
@@ -262,10 +266,14 @@ UNSUPPORTED: Sequence[Unsupported] = (
     ),
     # data
     Unsupported(
-        "data.image_key", "names a column of images, which this version does not read; train on text prompts", ("images",)
+        "data.image_key",
+        "names a column of images, which this version does not read; train on text prompts",
+        ("images",),
     ),
     Unsupported(
-        "data.video_key", "names a column of videos, which this version does not read; train on text prompts", ("videos",)
+        "data.video_key",
+        "names a column of videos, which this version does not read; train on text prompts",
+        ("videos",),
     ),
     # profilers
     Unsupported("global_profiler.tool", _PROFILER, (None,)),

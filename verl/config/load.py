@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
@@ -93,9 +93,7 @@ def load_config(
     return seal(config)
 
 
-def _new_problems(
-    config: Config, keys: Mapping[str, Key], accepted: Values, problems: Sequence[str]
-) -> Iterator[str]:
+def _new_problems(config: Config, keys: Mapping[str, Key], accepted: Values, problems: Sequence[str]) -> Iterator[str]:
     """Yield the problems of values, except those that only follow from one that is reported already."""
     reported = {p.split("=", 1)[0] for p in problems}
     own: set[str] = set()  # a key may have several problems of its own
@@ -166,7 +164,8 @@ def _compose(
         loader = GlobalHydra.instance().config_loader()
         if config_dir is not None:
             loader.get_search_path().append("command-line", f"file://{find_config_dir(config_dir)}")
-        groups, plain = [], []
+        groups: list[Override] = []
+        plain: list[Override] = []
         for override in parsed:
             key = override.key_or_group
             is_group = "/" in key or "@" in key or key.startswith("hydra.") or bool(loader.get_group_options(key))
@@ -174,7 +173,7 @@ def _compose(
         if config_name is None:
             return OmegaConf.create({}), plain
         name = config_name.removesuffix(".yaml").removesuffix(".yml")
-        composed = compose(name, overrides=[cast(str, o.input_line) for o in groups])
+        composed = compose(name, overrides=[str(o.input_line) for o in groups])
     OmegaConf.set_struct(composed, False)
     return composed, plain
 
@@ -285,14 +284,16 @@ def _known(schema: type[Config], values: Values, problems: list[str]) -> Values:
         if path in keys:
             section_reference = isinstance(value, str) and value.startswith("${")
             if keys[path].kind == "section" and value != {} and not section_reference:
-                problems.append(f"{path}={value!r}: is a section; set its keys, for example {_first_key(path, keys)}=...")
+                problems.append(
+                    f"{path}={value!r}: is a section; set its keys, for example {_first_key(path, keys)}=..."
+                )
             else:
                 accepted[path] = value
         elif _free_parent(path, keys) is not None:
             accepted[path] = value
         elif (entry := find_unsupported(path)) is not None:
             switch = switch_of(entry, path)
-            if not entry.accepts(value) and not (switch in values and is_off(cast(str, switch), values[switch])):
+            if not entry.accepts(value) and not (switch in values and is_off(str(switch), values[switch])):
                 refused.setdefault(entry.reason, []).append(f"{path}={value!r}")
         else:
             problems.append(f"{path}={value!r}: unknown key{_hint(schema, path)}")

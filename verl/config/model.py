@@ -18,7 +18,8 @@ class ModelConfig(Config):
     use_shm: bool = opt(False, "Copy the model files to /dev/shm first, so that all ranks of a node read from memory.")
     override_config: dict[str, Any] = opt({}, "Values that replace those of the model's config.json.")
     external_lib: str | None = opt(
-        None, "Python modules, comma-separated, imported before anything is built; registers estimators, losses, models."
+        None,
+        "Python modules, comma-separated, imported before anything is built; registers estimators, losses, models.",
     )
     enable_gradient_checkpointing: bool = opt(
         True, "Recompute a layer's activations in the backward pass instead of keeping them."

@@ -149,13 +149,13 @@ class PPOConfig(Config):
             )
         if rollout.n > 1 and not rollout.do_sample:
             yield (
-                f"actor_rollout_ref.rollout.do_sample=False: the {rollout.n} samples of a prompt would all be the same; "
+                f"actor_rollout_ref.rollout.do_sample=False: the {rollout.n} samples of a prompt would be equal; "
                 "use do_sample=True or n=1"
             )
         if algorithm.use_kl_in_reward and actor.use_kl_loss:
             yield (
-                "algorithm.use_kl_in_reward=True: actor_rollout_ref.actor.use_kl_loss is True too, which would penalise "
-                "the KL divergence twice; keep one of them"
+                "algorithm.use_kl_in_reward=True: actor_rollout_ref.actor.use_kl_loss is True too, which would "
+                "penalise the KL divergence twice; keep one of them"
             )
 
     def _length_problems(self) -> Iterator[str]:
@@ -172,7 +172,7 @@ class PPOConfig(Config):
         if data.gen_batch_size not in (None, data.train_batch_size):
             yield (
                 f"data.gen_batch_size={data.gen_batch_size}: differs from data.train_batch_size="
-                f"{data.train_batch_size}, which only group filtering needs and this version does not have; leave it out"
+                f"{data.train_batch_size}, which is for group filtering, not in this version; leave it out"
             )
 
     def _batch_problems(self) -> Iterator[str]:

@@ -46,9 +46,7 @@ class RewardConfig(Config):
         "What a call that raises or returns no finite number means: stop the run, the score error_score, or no sample.",
         choices=OUTCOMES,
     )
-    on_timeout: str = opt(
-        "fail", "What a call beyond timeout_s means.", choices=OUTCOMES, inherits="reward.on_error"
-    )
+    on_timeout: str = opt("fail", "What a call beyond timeout_s means.", choices=OUTCOMES, inherits="reward.on_error")
     error_score: float = opt(0.0, "Score of a failed call with on_error=score or on_timeout=score.")
 
 
@@ -82,7 +80,7 @@ class RewardModelConfig(Config):
             return
         yield from strategy_problems(self.strategy)
         if not self.model.path:
-            yield "model.path=None: reward_model.enable=True needs the directory or id of a sequence-classification model"
+            yield "model.path=None: reward_model.enable=True needs a sequence-classification model, a directory or id"
 
     def micro_batch(self) -> MicroBatch:
         """Return how a rank's batch is split."""

@@ -40,9 +40,7 @@ class RolloutConfig(Config):
     top_k: int = opt(-1, "Number of most probable tokens to sample from; -1 = all.", ge=-1)
     do_sample: bool = opt(True, "Sample instead of taking the most probable token.")
     prompt_length: int = opt(512, "Prompt length, in tokens.", ge=1, inherits="data.max_prompt_length")
-    response_length: int = opt(
-        512, "Largest number of generated tokens.", ge=1, inherits="data.max_response_length"
-    )
+    response_length: int = opt(512, "Largest number of generated tokens.", ge=1, inherits="data.max_response_length")
     ignore_eos: bool = opt(False, "Go on after an end-of-sequence token until response_length.")
     dtype: str = opt(
         "auto",
@@ -53,6 +51,10 @@ class RolloutConfig(Config):
     max_num_seqs: int = opt(1024, "Largest number of sequences generated at once per rank.", ge=1)
     max_model_len: int | None = opt(
         None, "Largest number of prompt and response tokens; not given = prompt_length + response_length.", ge=1
+    )
+    free_cache_engine: bool = opt(True, "Free the key-value cache after every generation phase.")
+    update_weights_bucket_megabytes: int = opt(
+        512, "Largest piece in which weights that cannot be shared are handed to the rollout engine, in MB.", ge=1
     )
     calculate_log_probs: bool = opt(True, "Return the log-probability of each sampled token (rollout_log_probs).")
     log_prob_micro_batch_size_per_gpu: int | None = opt(
@@ -77,8 +79,10 @@ class RolloutConfig(Config):
 
     def problems(self) -> Iterator[str]:
         if self.name != "hf":
-            known = f"the {self.name} engine is not in this version" if self.name in ("vllm", "sglang") else (
-                "there is no such rollout engine"
+            known = (
+                f"the {self.name} engine is not in this version"
+                if self.name in ("vllm", "sglang")
+                else ("there is no such rollout engine")
             )
             yield f"name={self.name!r}: {known}; use 'hf', which samples on the policy's own weights"
         if self.mode != "sync":

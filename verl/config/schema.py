@@ -8,7 +8,6 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from verl.config.base import Config
@@ -41,10 +40,14 @@ class Key:
         return name.replace("typing.", "")
 
 
-@cache
+_KEYS: dict[type[Config], dict[str, Key]] = {}
+
+
 def keys_of(schema: type[Config]) -> dict[str, Key]:
     """Return every section and key of ``schema`` by dotted path, in the order of declaration."""
-    return {key.path: key for key in _walk(schema(), "", {})}
+    if schema not in _KEYS:
+        _KEYS[schema] = {key.path: key for key in _walk(schema(), "", {})}
+    return _KEYS[schema]
 
 
 def _walk(config: Config, prefix: str, inherited: Mapping[str, str]) -> Iterator[Key]:
