@@ -88,21 +88,20 @@ class HFRolloutEngine(RolloutEngine):
         device: str = "cpu",
         tokenizer: Any | None = None,
     ) -> None:
-        from verl.models.loading import load_hf_config
+        from verl.models.loading import load_hf_config, resolve_model_dir
 
         self.device = get_torch_device(device)
         self.dtype = _resolve_dtype(rollout_config.dtype, self.device)
         config = load_hf_config(model_config)
         self.model_type: str = config.model_type
         text_config = config.get_text_config()
-        self.module = build_module(
-            config, self.dtype, self.device, trust_remote_code=bool(getattr(model_config, "trust_remote_code", False))
-        )
+        self.module = build_module(config, self.dtype, self.device, trust_remote_code=model_config.trust_remote_code)
         self.weights = ModuleWeights(self.module, self.dtype, self.device)
         self.max_model_len: int | None = rollout_config.max_model_len or None
         self._memory_share = float(getattr(rollout_config, "gpu_memory_utilization", 0.5) or 0.5)
         self._bytes_per_token = _cache_bytes_per_token(text_config, self.dtype)
-        eos, pad = _special_tokens(model_config, config, tokenizer)
+        directory = resolve_model_dir(model_config.path, use_shm=model_config.use_shm)
+        eos, pad = _special_tokens(model_config, directory, config, tokenizer)
         self.pad_token_id = pad
         self.cache = RolloutCache(text_config.num_hidden_layers)
         self.runner = BatchRunner(
@@ -334,26 +333,26 @@ def _resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
     return _DTYPES[str(name)]
 
 
-def _special_tokens(model_config: Any, config: Any, tokenizer: Any | None) -> tuple[frozenset[int], int]:
+def _special_tokens(
+    model_config: ModelConfig, directory: Path, config: Any, tokenizer: Any | None
+) -> tuple[frozenset[int], int]:
     """End-of-sequence tokens from the generation config, the model config and the tokenizer; and the padding token."""
     from transformers import GenerationConfig
 
-    path = str(model_config.path)
     eos: set[int] = set(_as_ids(getattr(config, "eos_token_id", None)))
     pad = getattr(config, "pad_token_id", None)
     try:
-        generation = GenerationConfig.from_pretrained(path)
+        generation = GenerationConfig.from_pretrained(directory)
     except OSError:
-        logger.debug("%s has no generation config", path)
+        logger.debug("%s has no generation config", directory)
     else:
         eos.update(_as_ids(generation.eos_token_id))
         pad = generation.pad_token_id if pad is None else pad
-    tokenizer_path = getattr(model_config, "tokenizer_path", None) or path
-    if tokenizer is None and not (Path(tokenizer_path).is_dir() and not list(Path(tokenizer_path).glob("tokenizer*"))):
+    if tokenizer is None and (model_config.tokenizer_path or any(directory.glob("tokenizer*"))):
         from verl.utils.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(
-            tokenizer_path, trust_remote_code=bool(getattr(model_config, "trust_remote_code", False))
+            model_config.tokenizer_path or str(directory), trust_remote_code=model_config.trust_remote_code
         )
     if tokenizer is not None:
         eos.update(_as_ids(tokenizer.eos_token_id))

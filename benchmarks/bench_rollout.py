@@ -1,0 +1,163 @@
+"""How much faster the built-in rollout engine is than Transformers' ``generate``, on one CPU thread.
+
+Both sample the same number of tokens from the same random model in the same process; CPU seconds are compared, the
+best of several alternating repeats. The last line is JSON: the ratios are ``generate`` / engine.
+
+    python benchmarks/bench_rollout.py [--repeats 5] [--case small]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from verl.config import ModelConfig, RolloutConfig
+from verl.workers.rollout.base import GenerationRequest, SamplingParams
+from verl.workers.rollout.hf.engine import HFRolloutEngine
+
+
+@dataclass(frozen=True)
+class Case:
+    """One workload.
+
+    Attributes:
+        hidden, intermediate, layers, heads, kv_heads: shape of the Qwen2 model.
+        prompts: number of prompts; ``samples`` completions each.
+        prompt_lengths: shortest and longest prompt.
+        new_tokens: tokens per completion.
+        stop: let completions end at the end-of-sequence token.
+        dtype: of both sides.
+    """
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    prompts: int
+    samples: int
+    prompt_lengths: tuple[int, int]
+    new_tokens: int
+    stop: bool = False
+    dtype: str = "float32"
+
+
+CASES = {
+    "small": Case(96, 288, 3, 4, 2, 64, 8, (34, 34), 12),
+    "small_stop": Case(96, 288, 3, 4, 2, 64, 8, (34, 34), 12, stop=True),
+    "small_ragged": Case(96, 288, 3, 4, 2, 64, 8, (16, 48), 12, stop=True),
+    "medium": Case(320, 1088, 6, 10, 2, 16, 8, (48, 48), 32),
+    "medium_ragged": Case(320, 1088, 6, 10, 2, 16, 8, (24, 96), 32, stop=True),
+    "medium_bf16": Case(320, 1088, 6, 10, 2, 16, 8, (48, 48), 32, dtype="bfloat16"),
+}
+VOCABULARY, EOS, PAD = 104, 1, 0
+
+
+def cpu_seconds(run: Callable[[], int]) -> tuple[float, int]:
+    """CPU time of ``run`` and what it returns, the number of tokens."""
+    start = time.process_time()
+    tokens = run()
+    return time.process_time() - start, tokens
+
+
+def bench(case: Case, repeats: int) -> dict[str, float]:
+    """Run one case."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=case.hidden,
+        intermediate_size=case.intermediate,
+        num_hidden_layers=case.layers,
+        num_attention_heads=case.heads,
+        num_key_value_heads=case.kv_heads,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=True,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        bos_token_id=None,
+    )
+    dtype = getattr(torch, case.dtype)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    with tempfile.TemporaryDirectory() as directory:
+        config.save_pretrained(directory)
+        rollout = RolloutConfig(dtype=case.dtype)
+        engine = HFRolloutEngine(ModelConfig(path=directory), rollout, device="cpu")
+
+    async def load() -> None:
+        await engine.begin_update(1)
+        await engine.load(model.named_parameters())
+        await engine.end_update()
+
+    asyncio.run(load())
+    generator = torch.Generator().manual_seed(1)
+    low, high = case.prompt_lengths
+    lengths = torch.randint(low, high + 1, (case.prompts,), generator=generator).tolist()
+    prompts = [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    rows = [prompt for prompt in prompts for _ in range(case.samples)]
+
+    def run_engine() -> int:
+        requests = [
+            GenerationRequest(row, SamplingParams(case.new_tokens, seed=i, ignore_eos=not case.stop), str(i))
+            for i, row in enumerate(rows)
+        ]
+        return sum(len(item.token_ids) for item in asyncio.run(engine.generate_many(requests)))
+
+    width = max(lengths)
+    input_ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+
+    def run_generate() -> int:
+        out = model.generate(
+            input_ids,
+            attention_mask=mask,
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=case.new_tokens,
+            min_new_tokens=None if case.stop else case.new_tokens,
+        )[:, width:]
+        ended = (out == EOS).cumsum(1).sub((out == EOS).long())
+        return int((ended == 0).sum()) if case.stop else out.numel()
+
+    best_engine = best_generate = (float("inf"), 0)
+    run_engine()
+    run_generate()
+    for _ in range(repeats):
+        best_engine = min(best_engine, cpu_seconds(run_engine))
+        best_generate = min(best_generate, cpu_seconds(run_generate))
+    engine_rate = best_engine[1] / best_engine[0]
+    generate_rate = best_generate[1] / best_generate[0]
+    return {
+        "engine_cpu_s": round(best_engine[0], 4),
+        "generate_cpu_s": round(best_generate[0], 4),
+        "engine_tokens_per_cpu_s": round(engine_rate, 1),
+        "generate_tokens_per_cpu_s": round(generate_rate, 1),
+        "ratio": round(engine_rate / generate_rate, 3),
+    }
+
+
+def main() -> None:
+    """Parse the command line, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--case", action="append", choices=sorted(CASES))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    results = {name: bench(CASES[name], arguments.repeats) for name in arguments.case or CASES}
+    for name, result in results.items():
+        print(f"{name:14s} {result['ratio']:.2f}x  {result}")
+    print(json.dumps({"benchmark": "rollout", **results}))
+
+
+if __name__ == "__main__":
+    main()
