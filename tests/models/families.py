@@ -1,0 +1,111 @@
+"""Tiny random models of each supported family, and ragged batches for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen2_sliding": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 1,
+        "tie_word_embeddings": False,
+    },
+    "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+    "llama": {"tie_word_embeddings": False},
+    "mistral": {"sliding_window": 5, "tie_word_embeddings": False},
+    "gemma2": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 4,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {"head_dim": 16, "sliding_window": 4, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+    },
+    "cohere": {"logit_scale": 0.5, "tie_word_embeddings": True},
+    "granite": {"logits_scaling": 3.0},
+    "gpt_oss": {"head_dim": 16, "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def make_config(family: str) -> PreTrainedConfig:
+    """The tiny config of a family."""
+    settings = {**COMMON, **FAMILIES[family]}
+    return AutoConfig.for_model(settings.pop("model_type", family), **settings)
+
+
+def make_batch(
+    prompt_lengths: list[int],
+    response_lengths: list[int],
+    *,
+    prompt_width: int | None = None,
+    response_width: int | None = None,
+    vocab: int = 61,
+    seed: int = 0,
+    equal_prompts_of: int = 1,
+    pad: int = 0,
+) -> dict[str, Tensor]:
+    """A batch as the rollout makes it: prompts padded left, responses padded right.
+
+    Args:
+        prompt_lengths, response_lengths: real tokens per row.
+        prompt_width, response_width: padded widths; by default the longest.
+        vocab: tokens are drawn from [3, vocab).
+        seed: of the draw.
+        equal_prompts_of: rows in a group of this size get the group's first prompt.
+        pad: token id at padding.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows = len(prompt_lengths)
+    p, r = prompt_width or max(prompt_lengths), response_width or max(response_lengths)
+    ids = torch.full((rows, p + r), pad)
+    mask = torch.zeros((rows, p + r), dtype=torch.long)
+    for i, (a, b) in enumerate(zip(prompt_lengths, response_lengths, strict=True)):
+        drawn = torch.randint(3, vocab, (a + b,), generator=generator)
+        first = i - i % equal_prompts_of
+        if first != i:
+            drawn[:a] = ids[first, p - a : p]
+        ids[i, p - a : p + b] = drawn
+        mask[i, p - a : p + b] = 1
+    return {
+        "prompts": ids[:, :p].clone(),
+        "responses": ids[:, p:].clone(),
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+        "response_mask": mask[:, p:].clone(),
+    }

@@ -1,0 +1,1 @@
+"""Models: loading from Hugging Face directories, heads, packing without padding, attention and token log-probs."""

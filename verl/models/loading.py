@@ -1,0 +1,267 @@
+"""Loading Hugging Face models from a directory or hub name as the training engines need them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GenericForTokenClassification
+
+from verl.errors import ConfigError
+from verl.models.attention import IMPLEMENTATION
+
+if TYPE_CHECKING:
+    from verl.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Scripts switch dropout off by the names of every family at once; a name that a config lacks then asks for nothing.
+_DROPOUT_KEYS = frozenset({"attention_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "hidden_dropout", "dropout"})
+_SHM_ROOT = Path("/dev/shm/verl-models")
+# Layer kinds whose only exchange between tokens is attention, so that rows can be packed.
+_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+
+def resolve_model_dir(path: str | None, *, use_shm: bool = False) -> Path:
+    """The local directory of a model.
+
+    Args:
+        path: a directory, or a hub name, whose files come from the hub's cache or are downloaded into it.
+        use_shm: copy the directory to memory-backed storage first and return the copy; ranks of a node share it.
+
+    Raises:
+        ConfigError: there is no such directory and the hub does not give one.
+    """
+    if not path:
+        raise ConfigError("model.path is not set; give a model directory or a hub name")
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        try:
+            from huggingface_hub import snapshot_download
+
+            directory = Path(snapshot_download(path))
+        except Exception as error:  # whatever the hub client raises: the user's remedy is the same
+            raise ConfigError(
+                f"model.path={path!r} is neither a directory nor a model that the hub gives ({error}); "
+                "check the spelling, or download the model and give its directory"
+            ) from error
+    return _copy_to_shm(directory) if use_shm else directory
+
+
+def _copy_to_shm(directory: Path) -> Path:
+    real = directory.resolve()
+    stamp = max((item.stat().st_mtime_ns for item in real.iterdir()), default=0)
+    target = _SHM_ROOT / f"{real.name}-{hash_text(f'{real}:{stamp}'):x}"
+    if not target.is_dir():
+        _SHM_ROOT.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=_SHM_ROOT))
+        shutil.copytree(real, scratch / "model")
+        try:
+            os.rename(scratch / "model", target)
+        except OSError:  # another rank was faster
+            if not target.is_dir():
+                raise
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def hash_text(text: str) -> int:
+    """A 63-bit hash that is the same in every process."""
+    from verl.utils.seeding import derive_seed
+
+    return derive_seed(0, text)
+
+
+def import_external_lib(names: str | None) -> None:
+    """Import the modules named in ``model.external_lib`` (comma-separated), which register the user's plug-ins."""
+    for name in filter(None, (part.strip() for part in (names or "").split(","))):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(f"model.external_lib={name!r} cannot be imported: {error}") from error
+
+
+def load_hf_config(model_config: ModelConfig) -> PreTrainedConfig:
+    """Read the model's config and apply ``override_config``.
+
+    Args:
+        model_config: ``path``, ``trust_remote_code``, ``use_shm``, ``override_config``. Nested mappings change nested
+            configs; a mapping under ``model_config`` counts as if its keys stood outside; ``attn_implementation`` picks
+            another attention than the library's own (and thereby switches packing off).
+
+    Raises:
+        ConfigError: no model there, or an override that names nothing in the config.
+    """
+    directory = resolve_model_dir(model_config.path, use_shm=model_config.use_shm)
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=model_config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"cannot read a model config in {directory}: {error}; model.path must hold a config.json of a model type that "
+            "Transformers knows (or set model.trust_remote_code=true for one that brings its own code)"
+        ) from error
+    overrides = dict(model_config.override_config or {})
+    overrides.update(overrides.pop("model_config", None) or {})
+    attention = overrides.pop("attn_implementation", None) or IMPLEMENTATION
+    apply_overrides(config, overrides)
+    config._attn_implementation = attention
+    return config
+
+
+def apply_overrides(config: PreTrainedConfig, overrides: Mapping[str, Any], where: str = "override_config") -> None:
+    """Set config values recursively.
+
+    Raises:
+        ConfigError: a key that the config does not have.
+    """
+    for key, value in overrides.items():
+        if not hasattr(config, key):
+            if key in _DROPOUT_KEYS and value in (0, None):
+                continue
+            near = difflib.get_close_matches(key, list(config.to_dict()), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"model.{where}.{key}: {type(config).__name__} has no such value{hint}")
+        current = getattr(config, key)
+        if isinstance(value, Mapping) and isinstance(current, PreTrainedConfig):
+            apply_overrides(current, value, f"{where}.{key}")
+        elif isinstance(value, Mapping) and isinstance(current, Mapping):
+            setattr(config, key, {**current, **value})
+        else:
+            setattr(config, key, value)
+
+
+def supports_packing(config: PreTrainedConfig) -> bool:
+    """Whether rows without padding give exact results: only attention may mix tokens, and it must be the library's own."""
+    text = config.get_text_config()
+    if config._attn_implementation != IMPLEMENTATION:
+        return False
+    layers = set(getattr(text, "layer_types", None) or ["full_attention"])
+    return layers <= _ATTENTION_LAYERS and getattr(text, "is_causal", True) is not False
+
+
+def has_dropout(config: PreTrainedConfig) -> bool:
+    """Whether the model drops anything in training, which makes equal prompts of two rows differ."""
+    values = config.get_text_config().to_dict()
+    return any(isinstance(v, float) and v > 0 for k, v in values.items() if k.endswith(("dropout", "pdrop")))
+
+
+def load_causal_lm(
+    model_config: ModelConfig, *, dtype: torch.dtype = torch.float32, hf_config: PreTrainedConfig | None = None
+) -> PreTrainedModel:
+    """Load a causal language model on CPU.
+
+    Args:
+        model_config: see :func:`load_hf_config`.
+        dtype: of the parameters.
+        hf_config: the config to use instead of the stored one.
+    """
+    return _from_pretrained(AutoModelForCausalLM, model_config, dtype, hf_config or load_hf_config(model_config))
+
+
+def load_value_model(
+    model_config: ModelConfig, *, dtype: torch.dtype = torch.float32, hf_config: PreTrainedConfig | None = None
+) -> PreTrainedModel:
+    """Load a critic: a backbone with a linear head of one output, in Transformers' token-classification form.
+
+    A directory of a causal LM gives the backbone alone. The head then starts at **zero**: all first values are 0, so
+    the first advantages are the plain rewards-to-go, and the head learns before it moves the backbone.
+    """
+    config = hf_config or load_hf_config(model_config)
+    config.num_labels = 1
+    config.classifier_dropout = 0.0  # a dropped value would make the old and new values of one state differ
+    model_class: Any = AutoModelForTokenClassification
+    if type(config) not in AutoModelForTokenClassification._model_mapping:
+        model_class = _token_classification_class(config)
+    model, missing = _from_pretrained(model_class, model_config, dtype, config, report=True)
+    if any(name.startswith("score.") for name in missing):
+        with torch.no_grad():
+            for parameter in model.score.parameters():
+                parameter.zero_()
+    return model
+
+
+def load_classifier(
+    model_config: ModelConfig, *, dtype: torch.dtype = torch.float32, hf_config: PreTrainedConfig | None = None
+) -> PreTrainedModel:
+    """Load a reward model (sequence classification).
+
+    Raises:
+        ConfigError: the directory has no trained head, or the architecture keeps it elsewhere than in ``score``.
+    """
+    config = hf_config or load_hf_config(model_config)
+    if not any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
+        config.num_labels = 1
+    model, missing = _from_pretrained(AutoModelForSequenceClassification, model_config, dtype, config, report=True)
+    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+        raise ConfigError(f"{type(model).__name__} has no linear head named 'score'; use a decoder-style reward model")
+    if any(name.startswith("score.") for name in missing):
+        logger.warning(
+            "%s has no trained score head; it starts at zero and every score is 0 until it is trained", model_config.path
+        )
+        with torch.no_grad():
+            model.score.weight.zero_()
+    return model
+
+
+def _token_classification_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """A token classifier for a family that Transformers defines none for, built as those of the other families are."""
+    backbone = AutoModel._model_mapping[type(config)]
+    family = next(
+        base
+        for base in backbone.__mro__[1:]
+        if issubclass(base, PreTrainedModel) and base is not PreTrainedModel and "PreTrained" in base.__name__
+    )
+    name = backbone.__name__.removesuffix("Model") + "ForTokenClassification"
+    # "config" is annotated so that Transformers sees this family's config class, not the one of a multi-modal parent.
+    space = {"config": None, "__annotations__": {"config": type(config)}, "config_class": type(config)}
+    return type(name, (GenericForTokenClassification, family), space)
+
+
+def _from_pretrained(
+    model_class: Any,
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    config: PreTrainedConfig,
+    *,
+    report: bool = False,
+) -> Any:
+    directory = resolve_model_dir(model_config.path, use_shm=model_config.use_shm)
+    import_external_lib(model_config.external_lib)
+    try:
+        model, info = model_class.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            attn_implementation=config._attn_implementation,
+            trust_remote_code=model_config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load a model from {directory}: {error}") from error
+    missing = sorted(info["missing_keys"])
+    if not report and missing:
+        raise ConfigError(
+            f"{directory} lacks {len(missing)} of the parameters of {type(model).__name__}, first {missing[0]!r}; "
+            "the files do not belong to this model type"
+        )
+    return (model, missing) if report else model

@@ -1,0 +1,188 @@
+"""What every training engine offers; roles and weight hand-over know engines through these types only."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from verl.errors import ConfigError
+from verl.utils.metrics import MetricSet
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Where this process stands.
+
+    Data-parallel ranks see different rows; ranks of the other dimensions work together on the same rows.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+    sp_rank: int = 0
+    sp_size: int = 1
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    ep_rank: int = 0
+    ep_size: int = 1
+    is_output_rank: bool = True  # whether the controller takes this rank's results for its dp_rank
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """How a batch is cut for memory; no choice changes a result. With neither value the batch runs at once.
+
+    Attributes:
+        size: rows per micro-batch.
+        max_tokens: tokens per micro-batch, padding not counted; rows are regrouped so that micro-batches are even.
+    """
+
+    size: int | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.size is not None and self.max_tokens is not None:
+            raise ConfigError(f"a micro-batch has either size={self.size} or max_tokens={self.max_tokens}, not both")
+        for name, value in (("size", self.size), ("max_tokens", self.max_tokens)):
+            if value is not None and value < 1:
+                raise ConfigError(f"micro-batch {name}={value} must be at least 1")
+
+
+@dataclass(frozen=True)
+class GlobalBatchInfo:
+    """Counts over all data-parallel ranks and micro-batches of one mini-batch: the denominators of its loss.
+
+    Attributes:
+        dp_size: number of data-parallel ranks; gradients are averaged over them, so losses are scaled up by it.
+        batch_num_tokens: response tokens (``response_mask`` non-zero).
+        global_batch_size: rows that have a response token.
+    """
+
+    dp_size: int
+    batch_num_tokens: int
+    global_batch_size: int
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """Bytes. On CPU the device numbers are 0 and the resident set size is what there is.
+
+    Attributes:
+        allocated, reserved: device memory in tensors, and held by the allocator, now.
+        max_allocated, max_reserved: their peaks.
+        host_used: resident set size of the process.
+    """
+
+    allocated: int
+    reserved: int
+    max_allocated: int
+    max_reserved: int
+    host_used: int
+
+
+#: (model outputs, micro-batch, counts of the mini-batch) -> (scalar to differentiate, metrics of this micro-batch)
+LossFn = Callable[[Mapping[str, Tensor], TensorDict, GlobalBatchInfo], tuple[Tensor, MetricSet]]
+
+
+class TrainEngine(ABC):
+    """One model across a worker group. Every method is collective: all ranks call it in the same order.
+
+    A batch has ``input_ids``, ``attention_mask``, ``position_ids`` (B,P+R) and ``response_mask`` (B,R); other fields
+    go to the loss untouched. Ranks may have different numbers of rows.
+    """
+
+    layout: ParallelLayout
+
+    @abstractmethod
+    def build(self) -> None:
+        """Load and shard the model, make optimizer and schedule. Once, before anything else."""
+
+    @abstractmethod
+    def forward(
+        self,
+        batch: TensorDict | Mapping[str, Tensor],
+        want: frozenset[str],
+        *,
+        micro: MicroBatching,
+        temperature: float = 1.0,
+        adapter: bool = True,
+    ) -> dict[str, Tensor]:
+        """Compute fields without gradients.
+
+        Args:
+            batch: the rows of this rank.
+            want: of ``log_probs``, ``entropys``, ``values``: (B,R) float32, 0 where ``response_mask`` is 0; and
+                ``scores``: (B,) float32. What a model offers depends on its head.
+            micro: how to cut the batch.
+            temperature: divides the logits.
+            adapter: False runs a model with a low-rank adapter without it.
+
+        Returns:
+            The wanted fields, rows in the order of ``batch``, on the engine's device.
+        """
+
+    @abstractmethod
+    def train_batch(
+        self,
+        batch: TensorDict | Mapping[str, Tensor],
+        loss: LossFn,
+        *,
+        want: frozenset[str],
+        micro: MicroBatching,
+        temperature: float = 1.0,
+        advance_lr: bool = True,
+    ) -> MetricSet:
+        """One optimizer step on one mini-batch.
+
+        Args:
+            batch: the rows of this rank.
+            loss: called once for every micro-batch that has rows.
+            want: model outputs that the loss needs.
+            micro: how to cut the batch.
+            temperature: divides the logits.
+            advance_lr: move the learning-rate schedule on afterwards; give False for all but the last mini-batch where
+                the schedule counts whole training steps.
+
+        Returns:
+            The loss's metrics combined over micro-batches and ranks, the same on every rank, plus ``grad_norm`` (before
+            clipping), ``lr`` (used in this step) and ``skipped_steps`` (1 if the gradient was not finite and nothing
+            was changed).
+        """
+
+    @abstractmethod
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole parameters (and stored buffers) under Hugging Face names, one at a time.
+
+        Tied parameters come once. Every rank must draw all of them. A tensor may alias the live parameter: read it
+        before drawing the next one.
+        """
+
+    @abstractmethod
+    def local_tensors(self) -> dict[str, Tensor] | None:
+        """The live parameters themselves by Hugging Face name, where this process holds them whole; else None."""
+
+    @abstractmethod
+    def save(self, path: str | Path, contents: frozenset[str]) -> None:
+        """Write a checkpoint into directory ``path``: any of ``model, optimizer, extra, hf_model``."""
+
+    @abstractmethod
+    def load(self, path: str | Path, contents: frozenset[str]) -> None:
+        """Read those parts of a checkpoint back, bit for bit; model and optimizer under any number of ranks."""
+
+    @abstractmethod
+    def resident(self, *, optimizer: bool) -> AbstractContextManager[Any]:
+        """Within the context parameters, and the optimizer state if asked, are on the device; may be nested."""
+
+    @abstractmethod
+    def memory(self) -> MemoryStats:
+        """What this process uses."""

@@ -1,0 +1,146 @@
+"""Cutting a batch into micro-batches and joining what comes out; the same for every engine.
+
+The one rule: no choice here changes a number beyond rounding. Losses divide by counts over the whole mini-batch
+(:class:`~verl.workers.engine.base.GlobalBatchInfo`), results return in the order of the rows, metrics combine by
+their own rule in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+
+from verl.errors import SchemaError
+from verl.utils.metrics import MetricSet
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, plan_micro_batches
+from verl.workers.engine.base import GlobalBatchInfo, MicroBatching
+
+REQUIRED_FIELDS = ("input_ids", "attention_mask", "position_ids", "response_mask")
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Micro-batches of one rank.
+
+    Attributes:
+        parts: row numbers of each micro-batch. All ranks have the same number of parts; a part may be empty.
+        info: counts over all ranks.
+    """
+
+    parts: list[list[int]]
+    info: GlobalBatchInfo
+
+
+def as_tensordict(batch: TensorDict | Mapping[str, Tensor]) -> TensorDict:
+    """The batch as a TensorDict, without copying.
+
+    Raises:
+        SchemaError: a field that every engine reads is missing.
+    """
+    missing = [name for name in REQUIRED_FIELDS if name not in batch.keys()]
+    if missing:
+        raise SchemaError(f"the batch lacks {missing}; it has {sorted(batch.keys())}")
+    if isinstance(batch, TensorDict):
+        return batch
+    tensors = dict(batch)
+    return TensorDict(tensors, batch_size=[tensors["input_ids"].shape[0]])
+
+
+def plan_batch(
+    batch: TensorDict, micro: MicroBatching, *, dp_size: int = 1, group: dist.ProcessGroup | None = None
+) -> BatchPlan:
+    """Decide the micro-batches and count the mini-batch, in one collective.
+
+    Args:
+        batch: this rank's rows.
+        micro: the rule.
+        dp_size: number of data-parallel ranks.
+        group: their process group; not used when ``dp_size`` is 1.
+
+    Raises:
+        ValueError: a row has more tokens than ``micro.max_tokens``. Raised on every rank, so that none waits.
+    """
+    response_mask = batch["response_mask"] != 0
+    rows = int(response_mask.shape[0])
+    tokens = int(response_mask.sum())
+    active = int(response_mask.any(-1).sum()) if rows else 0
+    lengths: list[int] = []
+    parts: list[list[int]] = []
+    problem = ""
+    if micro.max_tokens is not None:
+        lengths = (batch["attention_mask"] != 0).sum(-1).tolist()
+        try:
+            parts = plan_micro_batches(lengths, micro.max_tokens)
+        except ValueError as error:
+            problem = str(error)
+    else:
+        size = micro.size or max(rows, 1)
+        parts = [list(range(start, min(start + size, rows))) for start in range(0, rows, size)]
+    count = len(parts)
+    if dp_size > 1:
+        device = batch["input_ids"].device if dist.get_backend(group) != "gloo" else torch.device("cpu")
+        mine = torch.tensor([tokens, active, count, int(bool(problem))], dtype=torch.int64, device=device)
+        everyone = [torch.empty_like(mine) for _ in range(dp_size)]
+        dist.all_gather(everyone, mine, group=group)
+        numbers = torch.stack(everyone).tolist()
+        tokens, active = sum(n[0] for n in numbers), sum(n[1] for n in numbers)
+        wanted = max(n[2] for n in numbers)
+        if any(n[3] for n in numbers) and not problem:
+            problem = "another rank has a row with more tokens than one micro-batch may hold; see its error"
+        if wanted > count and not problem:
+            parts = _spread(parts, lengths, rows, wanted)
+    if problem:
+        raise ValueError(problem)
+    info = GlobalBatchInfo(dp_size=dp_size, batch_num_tokens=tokens, global_batch_size=active)
+    return BatchPlan(parts or [[]], info)
+
+
+def _spread(parts: list[list[int]], lengths: list[int], rows: int, wanted: int) -> list[list[int]]:
+    """Use the extra micro-batches that other ranks need anyway, or leave them empty."""
+    if lengths and len(parts) < wanted:
+        filled = min(wanted, rows)
+        if filled:
+            parts = get_seqlen_balanced_partitions(lengths, filled)
+    return parts + [[] for _ in range(wanted - len(parts))]
+
+
+def take_rows(batch: TensorDict, part: list[int], rows: int) -> TensorDict:
+    """The rows of one micro-batch; a view where they are consecutive."""
+    if len(part) == rows and part == list(range(rows)):
+        return batch
+    if part and part[-1] - part[0] + 1 == len(part) and all(b - a == 1 for a, b in zip(part, part[1:], strict=False)):
+        return batch[part[0] : part[-1] + 1]
+    return batch[torch.tensor(part, dtype=torch.long)]
+
+
+def join_rows(pieces: list[dict[str, Tensor]], parts: list[list[int]], rows: int) -> dict[str, Tensor]:
+    """Put the results of micro-batches together in the order of the rows."""
+    order = [row for part in parts for row in part]
+    names = list(pieces[0])
+    if len(pieces) == 1 and order == list(range(rows)):
+        return pieces[0]
+    joined: dict[str, Tensor] = {}
+    for name in names:
+        column = torch.cat([piece[name] for piece in pieces])
+        if order != list(range(rows)):
+            restored = torch.empty_like(column)
+            restored[torch.tensor(order, device=column.device)] = column
+            column = restored
+        joined[name] = column
+    return joined
+
+
+def reduce_metrics(pieces: Iterable[MetricSet], *, dp_size: int = 1, group: dist.ProcessGroup | None = None) -> MetricSet:
+    """Combine micro-batches, then ranks in rank order; every rank returns the same numbers."""
+    mine = MetricSet.merged(pieces)
+    if dp_size == 1:
+        return mine
+    everyone: list[Any] = [None] * dp_size
+    dist.all_gather_object(everyone, mine, group=group)
+    return MetricSet.merged(everyone)

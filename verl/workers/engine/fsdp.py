@@ -1,0 +1,341 @@
+"""The FSDP2 training engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from verl.errors import ConfigError
+from verl.models.heads import HEADS, HeadModel
+from verl.models.loading import has_dropout, load_causal_lm, load_classifier, load_hf_config, load_value_model, supports_packing
+from verl.models.packing import RowLayout, build_layout
+from verl.utils.device import device_memory_stats, empty_cache, get_torch_device
+from verl.utils.distributed import get_rank, get_world_size, init_process_group
+from verl.utils.metrics import MetricSet, mmean, msum
+from verl.workers.engine import state
+from verl.workers.engine.base import GlobalBatchInfo, LossFn, MemoryStats, MicroBatching, ParallelLayout, TrainEngine
+from verl.workers.engine.batching import as_tensordict, join_rows, plan_batch, reduce_metrics, take_rows
+from verl.workers.engine.schedules import LRSchedule
+from verl.workers.engine.sharding import (
+    Precision,
+    clip_grad_norm,
+    decoder_layers,
+    is_sharded,
+    local_part,
+    make_mesh,
+    shard_model,
+    whole_tensor,
+)
+
+if TYPE_CHECKING:
+    from verl.config import CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig
+
+logger = logging.getLogger(__name__)
+
+_LOADERS = {"lm": load_causal_lm, "value": load_value_model, "classifier": load_classifier}
+_TRAINED = frozenset({"model", "optimizer", "extra"})
+
+
+class FSDPEngine(TrainEngine):
+    """One model, sharded with ``fully_shard``; on one rank without mixed precision a plain module.
+
+    Args:
+        model_config: which model and how to run it.
+        fsdp_config: sharding, offload and numeric types.
+        optim_config: optimizer and schedule; None for a model that is only evaluated.
+        head: ``"lm"`` (policy, reference), ``"value"`` (critic) or ``"classifier"`` (reward model).
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        checkpoint_config: whether loading is strict; None means strict.
+        seed: seed of the run.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        fsdp_config: FSDPConfig,
+        optim_config: OptimConfig | None,
+        *,
+        head: str = "lm",
+        device: str | torch.device = "auto",
+        checkpoint_config: CheckpointConfig | None = None,
+        seed: int = 1,
+    ) -> None:
+        if head not in HEADS:
+            raise ConfigError(f"unknown head {head!r}; use one of {', '.join(HEADS)}")
+        if fsdp_config.ulysses_sequence_parallel_size != 1:
+            raise ConfigError(
+                f"fsdp_config.ulysses_sequence_parallel_size={fsdp_config.ulysses_sequence_parallel_size}: sequence "
+                "parallelism is not available in this engine; use 1"
+            )
+        self.model_config = model_config
+        self.fsdp_config = fsdp_config
+        self.optim_config = optim_config
+        self.head = head
+        self.checkpoint_config = checkpoint_config
+        self.seed = seed
+        self._device_name = str(device)
+        self.layout = ParallelLayout()
+        self.step = 0  # optimizer steps so far, skipped ones included
+        self.lr_step = 0
+        self._resident_depth = {"model": 0, "optimizer": 0}
+
+    # ---- construction -------------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Load, shard, and make the optimizer. Every rank reads the model directory itself: no rank waits for another."""
+        world = get_world_size()
+        if world > 1:
+            self.device = init_process_group(self._device_kind())
+        else:
+            self.device = get_torch_device(self._device_kind())
+        rank = get_rank() if world > 1 else 0
+        self.layout = ParallelLayout(rank=rank, world_size=world, dp_rank=rank, dp_size=world)
+        self.precision = Precision.of(self.fsdp_config, self.device, trained=self.optim_config is not None)
+
+        config = load_hf_config(self.model_config)
+        self.packed = bool(self.model_config.use_remove_padding) and supports_packing(config)
+        if self.model_config.use_remove_padding and not self.packed:
+            logger.warning("%s cannot run without padding; rows are padded instead", type(config).__name__)
+        self.share_prompts = not has_dropout(config)
+        hf_model = _LOADERS[self.head](self.model_config, dtype=self.precision.master, hf_config=config)
+        hf_model.config.use_cache = False
+        if self.optim_config is None:
+            hf_model.requires_grad_(False)
+        elif self.model_config.enable_gradient_checkpointing:
+            hf_model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.fsdp_config.use_torch_compile:
+            _compile_dense_parts(decoder_layers(hf_model, []))
+        self.module: HeadModel = HEADS[self.head](hf_model)
+        self._names = [name for name, _ in self.module.hf_named_tensors()]
+
+        self._shard_group: dist.ProcessGroup | None = None
+        needs_fsdp = world > 1 or self.fsdp_config.offload_policy or self.precision.compute != self.precision.master
+        if needs_fsdp:
+            init_process_group(self._device_kind())
+            mesh = make_mesh(self.device, self.fsdp_config.fsdp_size)
+            shard_model(self.module, mesh, self.fsdp_config, self.precision, self.device)
+            if mesh["fsdp"].size() > 1:
+                self._shard_group = mesh["fsdp"].get_group()
+        else:
+            self.module.to(self.device)
+        self.sharded = is_sharded(self.module)
+
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.schedule: LRSchedule | None = None
+        if self.optim_config is not None:
+            self._parameters = [p for p in self.module.parameters() if p.requires_grad]
+            self.optimizer = _make_optimizer(self.optim_config, self._parameters)
+            self.schedule = LRSchedule(self.optim_config)
+        self.module.eval()
+        self._park("model")
+
+    def _device_kind(self) -> str:
+        return torch.device(self._device_name).type if self._device_name != "auto" else "auto"
+
+    # ---- running ------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        batch: TensorDict | Mapping[str, Tensor],
+        want: frozenset[str],
+        *,
+        micro: MicroBatching,
+        temperature: float = 1.0,
+        adapter: bool = True,
+    ) -> dict[str, Tensor]:
+        rows_of = as_tensordict(batch)
+        rows = rows_of["input_ids"].shape[0]
+        plan = plan_batch(rows_of, micro, dp_size=self.layout.dp_size, group=None)
+        pieces: list[dict[str, Tensor]] = []
+        with self.resident(optimizer=False), torch.no_grad():
+            self.module.eval()
+            for part in plan.parts:
+                layout = self._layout(take_rows(rows_of, part, rows))
+                pieces.append(self.module(layout, want, temperature))
+            if self.sharded:
+                self.module.reshard()  # the root keeps its parameters gathered otherwise
+        return {name: value for name, value in join_rows(pieces, plan.parts, rows).items() if name in want}
+
+    def train_batch(
+        self,
+        batch: TensorDict | Mapping[str, Tensor],
+        loss: LossFn,
+        *,
+        want: frozenset[str],
+        micro: MicroBatching,
+        temperature: float = 1.0,
+        advance_lr: bool = True,
+    ) -> MetricSet:
+        if self.optimizer is None or self.schedule is None or self.optim_config is None:
+            raise ConfigError("this engine was made without an optimizer and only evaluates; give it optim_config")
+        rows_of = as_tensordict(batch)
+        rows = rows_of["input_ids"].shape[0]
+        plan = plan_batch(rows_of, micro, dp_size=self.layout.dp_size, group=None)
+        pieces: list[MetricSet] = []
+        with self.resident(optimizer=True):
+            self.module.train()
+            self.optimizer.zero_grad(set_to_none=True)
+            last = len(plan.parts) - 1
+            for number, part in enumerate(plan.parts):
+                if self.sharded and last > 0:
+                    self.module.set_requires_gradient_sync(number == last)
+                    self.module.set_is_last_backward(number == last)
+                pieces.append(self._backward(take_rows(rows_of, part, rows), loss, want, temperature, plan.info))
+            lr = self.schedule.lr(self.lr_step)
+            norm, finite = clip_grad_norm(self._parameters, float(self.optim_config.clip_grad), self._shard_group)
+            if finite:
+                for group in self.optimizer.param_groups:
+                    group["lr"] = lr
+                self.optimizer.step()
+            else:
+                logger.warning(
+                    "gradient norm is %s at step %d: the parameters stay as they are; look at the loss's metrics and inputs",
+                    norm,
+                    self.step,
+                )
+            self.optimizer.zero_grad(set_to_none=True)
+            self.step += 1
+            self.lr_step += int(advance_lr)
+        metrics = reduce_metrics(pieces, dp_size=self.layout.dp_size)
+        # Added after the reduction: they are the same on every rank and must count once.
+        metrics["grad_norm"] = mmean(norm, 1.0)
+        metrics["lr"] = mmean(lr, 1.0)
+        metrics["skipped_steps"] = msum(0.0 if finite else 1.0)
+        return metrics
+
+    def _backward(
+        self, rows: TensorDict, loss: LossFn, want: frozenset[str], temperature: float, info: GlobalBatchInfo
+    ) -> MetricSet:
+        """Forward, loss and backward of one micro-batch."""
+        layout = self._layout(rows)
+        with self._saved_activations():
+            outputs = self.module(layout, want, temperature)
+            if rows.batch_size[0] == 0:  # nothing to learn from, but the collectives of the backward pass need this rank
+                sum(value.sum() for value in outputs.values()).backward()
+                return MetricSet()
+            rows = rows if rows.device in (None, self.device) or self.device.type == "cpu" else rows.to(self.device)
+            value, metrics = loss(outputs, rows, info)
+        value.backward()
+        return metrics
+
+    def _layout(self, rows: TensorDict) -> RowLayout:
+        layout = build_layout(
+            rows["input_ids"],
+            rows["attention_mask"],
+            rows["position_ids"],
+            rows["response_mask"],
+            packed=self.packed,
+            share_prompts=self.share_prompts,
+        )
+        return layout.to(self.device)
+
+    def _saved_activations(self) -> AbstractContextManager[Any]:
+        if self.model_config.enable_activation_offload and self.device.type != "cpu":
+            return torch.autograd.graph.save_on_cpu(pin_memory=True)
+        return nullcontext()
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def hf_tensors(self) -> dict[str, Tensor]:
+        """This rank's parameters and stored buffers (DTensors where sharded) by Hugging Face name."""
+        if self.sharded:
+            self.module.reshard()
+        return dict(self.module.hf_named_tensors())
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        with self.resident(optimizer=False):
+            for name, tensor in self.hf_tensors().items():
+                yield name, whole_tensor(tensor.detach())
+
+    def local_tensors(self) -> dict[str, Tensor] | None:
+        if self.layout.world_size > 1:
+            return None
+        return {name: local_part(tensor.detach()) for name, tensor in self.hf_tensors().items()}
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path, contents: frozenset[str] = _TRAINED) -> None:
+        with self.resident(optimizer=True):
+            state.save(self, Path(path), frozenset(contents))
+
+    def load(self, path: str | Path, contents: frozenset[str] = _TRAINED) -> None:
+        with self.resident(optimizer=True):
+            state.load(self, Path(path), frozenset(contents))
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def resident(self, *, optimizer: bool) -> Iterator[None]:
+        parts = ["model", "optimizer"] if optimizer and self.optimizer is not None else ["model"]
+        for part in parts:
+            self._resident_depth[part] += 1
+            if self._resident_depth[part] == 1 and self._offloads(part):
+                self._move(part, self.device)
+        try:
+            yield
+        finally:
+            for part in reversed(parts):
+                self._resident_depth[part] -= 1
+                self._park(part)
+
+    def _offloads(self, part: str) -> bool:
+        wanted = self.fsdp_config.param_offload if part == "model" else self.fsdp_config.optimizer_offload
+        # With the offload policy FSDP itself keeps everything on the host.
+        return bool(wanted) and not self.fsdp_config.offload_policy
+
+    def _park(self, part: str) -> None:
+        """Move a part to the host if nothing needs it and it is to be off-loaded."""
+        if self._resident_depth[part] == 0 and self._offloads(part):
+            self._move(part, torch.device("cpu"))
+            empty_cache(self.device)
+
+    def _move(self, part: str, target: torch.device) -> None:
+        if part == "model":
+            self.module.to(target)
+        elif self.optimizer is not None:
+            for values in self.optimizer.state.values():
+                for key, value in values.items():
+                    # Step counters stay where the optimizer put them.
+                    if isinstance(value, Tensor) and value.dim() > 0:
+                        values[key] = value.to(target, non_blocking=target.type != "cpu")
+
+    def memory(self) -> MemoryStats:
+        stats = device_memory_stats(self.device)
+        return MemoryStats(
+            allocated=stats.allocated,
+            reserved=stats.reserved,
+            max_allocated=stats.max_allocated,
+            max_reserved=stats.max_reserved,
+            host_used=stats.cpu_used,
+        )
+
+
+def _make_optimizer(config: OptimConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW in one fused call over all parameters, or another optimizer of ``torch.optim`` by name."""
+    kind = getattr(torch.optim, config.optimizer, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise ConfigError(f"optim.optimizer={config.optimizer!r} is not a class of torch.optim; use AdamW")
+    settings: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if config.optimizer in ("Adam", "AdamW"):
+        settings |= {"betas": (float(config.betas[0]), float(config.betas[1])), "eps": config.eps, "fused": True}
+    return kind(parameters, **settings)
+
+
+def _compile_dense_parts(layers: list[nn.Module]) -> None:
+    """Compile what has no data-dependent Python in it: everything in a layer but its attention."""
+    for layer in layers:
+        for name, child in layer.named_children():
+            if "attn" not in name and "attention" not in name.removesuffix("_layernorm").removesuffix("_norm"):
+                child.compile(dynamic=True)
+
+
+__all__ = ["DTensor", "FSDPEngine"]

@@ -1,0 +1,302 @@
+"""Checkpoints of an engine: sharded weights and optimizer, everything else that a resumed run needs, and HF export.
+
+A directory holds
+
+- ``model/`` and ``optimizer/``: ``torch.distributed.checkpoint`` directories. Tensors are stored under Hugging Face
+  parameter names, with ``.<state>`` appended for the optimizer, so that any number of ranks can read them;
+- ``extra/``: schedule and step counters, and each rank's random state;
+- ``huggingface/``: config and tokenizer files, and with ``hf_model`` the weights, as ``from_pretrained`` reads them;
+- ``engine.json``: written last; its presence says that the rest is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from verl.errors import CheckpointError
+from verl.models.loading import resolve_model_dir
+from verl.utils.seeding import get_rng_state, set_rng_state
+from verl.workers.engine.sharding import whole_tensor
+
+if TYPE_CHECKING:
+    from verl.workers.engine.fsdp import FSDPEngine
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+PARTS = ("model", "optimizer", "extra", "hf_model")
+MARKER = "engine.json"
+
+# Files of a model directory that belong to the tokenizer or to generation rather than to the weights.
+_COMPANION_PATTERNS = (
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+    "merges.txt",
+    "*preprocessor_config.json",
+    "processor_config.json",
+    "sentencepiece*.model",
+    "special_tokens_map.json",
+    "tokenizer*",
+    "vocab*",
+    "*.tiktoken",
+    "*.py",
+)
+
+
+def save(engine: FSDPEngine, path: Path, contents: frozenset[str]) -> None:
+    """Write the parts named in ``contents`` into directory ``path``. Collective.
+
+    Raises:
+        CheckpointError: an unknown part, the optimizer of an engine that has none, or a failed write (on every rank).
+    """
+    _check_contents(contents)
+    if "optimizer" in contents and engine.optimizer is None:
+        raise CheckpointError("the optimizer cannot be saved: this engine only evaluates; leave it out of save_contents")
+    rank, world = engine.layout.rank, engine.layout.world_size
+
+    def write_local() -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        if rank == 0:
+            (path / MARKER).unlink(missing_ok=True)
+        if "extra" in contents:
+            (path / "extra").mkdir(exist_ok=True)
+            torch.save(_encode_rng(get_rng_state()), path / "extra" / f"rng_rank_{rank}.pt")
+            if rank == 0:
+                counters = {"step": engine.step, "lr_step": engine.lr_step}
+                (path / "extra" / "counters.json").write_text(json.dumps(counters))
+        if rank == 0:
+            target = path / "huggingface"
+            target.mkdir(exist_ok=True)
+            engine.module.model.config.save_pretrained(target)
+            copy_companions(resolve_model_dir(engine.model_config.path), target)
+            tokenizer = engine.model_config.tokenizer_path
+            if tokenizer and Path(tokenizer).is_dir():
+                copy_companions(Path(tokenizer), target)
+
+    _on_all_ranks(world, f"write {path}", write_local)
+    if "model" in contents:
+        _dcp(dcp.save, engine.hf_tensors(), path / "model", world, "write")
+    if "optimizer" in contents:
+        _dcp(dcp.save, optimizer_tensors(engine), path / "optimizer", world, "write")
+    if "hf_model" in contents:
+        export_hf(engine, path / "huggingface")
+
+    def finish() -> None:
+        if rank == 0:
+            names = list(engine.hf_tensors())
+            marker = {
+                "format": FORMAT_VERSION,
+                "engine": "fsdp2",
+                "head": engine.head,
+                "world_size": world,
+                "contents": sorted(contents),
+                "parameters": len(names),
+            }
+            (path / MARKER).write_text(json.dumps(marker, indent=1))
+
+    _on_all_ranks(world, f"finish {path}", finish)
+
+
+def load(engine: FSDPEngine, path: Path, contents: frozenset[str]) -> None:
+    """Read the parts named in ``contents`` from directory ``path``. Collective.
+
+    Random states are restored where the number of ranks is the saved one; otherwise they are left alone.
+
+    Raises:
+        CheckpointError: the directory is missing or incomplete, lacks a part, or holds another model (on every rank).
+    """
+    _check_contents(contents)
+    rank, world = engine.layout.rank, engine.layout.world_size
+    contents = contents - {"hf_model"}  # an export, made from "model"
+    if engine.optimizer is None:
+        contents = contents - {"optimizer"}
+    marker: dict[str, Any] = {}
+
+    def check() -> None:
+        marker.update(read_marker(path))
+        if marker["head"] != engine.head:
+            raise CheckpointError(f"{path} holds a model with a {marker['head']!r} head, this engine has {engine.head!r}")
+        lacking = sorted(contents - set(marker["contents"]))
+        if lacking:
+            raise CheckpointError(
+                f"{path} holds {marker['contents']} and not {lacking}; drop them from checkpoint.load_contents or choose "
+                "another checkpoint"
+            )
+        strict = engine.checkpoint_config is None or engine.checkpoint_config.strict
+        if "model" in contents:
+            _check_names(path / "model", set(engine.hf_tensors()), strict)
+
+    _on_all_ranks(world, f"read {path}", check)
+    if "model" in contents:
+        wanted = engine.hf_tensors()
+        stored = _stored_names(path / "model")
+        _dcp(dcp.load, {n: t.detach() for n, t in wanted.items() if n in stored}, path / "model", world, "read")
+    if "optimizer" in contents:
+        _dcp(dcp.load, optimizer_tensors(engine), path / "optimizer", world, "read")
+    if "extra" in contents:
+
+        def read_extra() -> None:
+            counters = json.loads((path / "extra" / "counters.json").read_text())
+            engine.step, engine.lr_step = int(counters["step"]), int(counters["lr_step"])
+            if marker["world_size"] == world:
+                stored = torch.load(path / "extra" / f"rng_rank_{rank}.pt", weights_only=True)
+                set_rng_state(_decode_rng(stored))
+            else:
+                logger.info("%s was written by %d ranks, now %d: random states start anew", path, marker["world_size"], world)
+
+        _on_all_ranks(world, f"read {path / 'extra'}", read_extra)
+
+
+def read_marker(path: Path) -> dict[str, Any]:
+    """Content of ``engine.json``.
+
+    Raises:
+        CheckpointError: no such directory, or a checkpoint that was not finished.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint directory {path}; check the path (trainer.resume_from_path)")
+    try:
+        marker = json.loads((path / MARKER).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} has no readable {MARKER} ({error}): the checkpoint was not finished or is not one of this engine; "
+            "choose another"
+        ) from error
+    if marker.get("format") != FORMAT_VERSION:
+        raise CheckpointError(f"{path} has checkpoint format {marker.get('format')!r}; this version reads {FORMAT_VERSION}")
+    return marker
+
+
+def optimizer_tensors(engine: FSDPEngine) -> dict[str, Tensor]:
+    """The live optimizer state as ``<parameter>.<state>``; made first if no step has been taken yet."""
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    if not optimizer.state:
+        _materialise(optimizer)
+    names = {id(p): name for name, p in engine.hf_tensors().items()}
+    tensors: dict[str, Tensor] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for key, value in optimizer.state[parameter].items():
+                if isinstance(value, Tensor):
+                    tensors[f"{names[id(parameter)]}.{key}"] = value
+    return tensors
+
+
+def _materialise(optimizer: torch.optim.Optimizer) -> None:
+    """Create the state tensors by a step of zero length, then set them back to how a fresh optimizer has them."""
+    saved = [(group, group["lr"]) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, lr in saved:
+        group["lr"] = lr
+    for values in optimizer.state.values():
+        for value in values.values():
+            if isinstance(value, Tensor):
+                value.zero_()
+
+
+def export_hf(engine: FSDPEngine, target: Path) -> None:
+    """Write the model as Transformers' ``from_pretrained`` reads it. Collective; rank 0 holds the whole model on the host."""
+    rank, world = engine.layout.rank, engine.layout.world_size
+    whole: dict[str, Tensor] = {}
+    for name, tensor in engine.named_tensors():
+        if rank == 0:
+            whole[name] = tensor.cpu().clone() if tensor.device.type == "cpu" else tensor.cpu()
+
+    def write() -> None:
+        if rank == 0:
+            engine.module.model.save_pretrained(target, state_dict=whole)
+
+    _on_all_ranks(world, f"write {target}", write)
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy tokenizer, chat template and generation settings from one model directory to another."""
+    for pattern in _COMPANION_PATTERNS:
+        for file in sorted(source.glob(pattern)):
+            if file.is_file() and file.resolve() != (target / file.name).resolve():
+                shutil.copyfile(file, target / file.name)
+
+
+def _check_contents(contents: frozenset[str]) -> None:
+    unknown = sorted(contents - set(PARTS))
+    if unknown:
+        raise CheckpointError(f"unknown checkpoint contents {unknown}; choose from {', '.join(PARTS)}")
+
+
+def _stored_names(directory: Path) -> set[str]:
+    return set(dcp.FileSystemReader(directory).read_metadata().state_dict_metadata)
+
+
+def _check_names(directory: Path, wanted: set[str], strict: bool) -> None:
+    try:
+        stored = _stored_names(directory)
+    except Exception as error:  # any damage of the file shows up as some other exception
+        raise CheckpointError(f"{directory} cannot be read ({error}); the checkpoint is damaged, choose another") from error
+    missing, extra = sorted(wanted - stored), sorted(stored - wanted)
+    if not missing and not extra:
+        return
+    text = f"{directory} does not fit the model: {len(missing)} parameters missing {missing[:3]}, {len(extra)} unknown {extra[:3]}"
+    if strict:
+        raise CheckpointError(f"{text}; use the model it was saved from, or checkpoint.strict=false to load what fits")
+    logger.warning("%s; loading what fits", text)
+
+
+def _dcp(function: Callable[..., Any], tensors: dict[str, Any], directory: Path, world: int, verb: str) -> None:
+    try:
+        # Without other ranks no process group is needed, whether or not there is one.
+        function(tensors, checkpoint_id=str(directory), no_dist=world == 1)
+    except Exception as error:  # the library raises its own, pickle's and the file system's
+        raise CheckpointError(f"cannot {verb} {directory}: {error}") from error
+
+
+def _on_all_ranks(world: int, what: str, action: Callable[[], None]) -> None:
+    """Run something that may fail; if it fails anywhere every rank raises, so that none waits for another."""
+    problem: str | None = None
+    cause: Exception | None = None
+    try:
+        action()
+    except Exception as error:
+        cause = error
+        problem = str(error) if isinstance(error, CheckpointError) else f"cannot {what}: {error}"
+    if world > 1:
+        problems: list[str | None] = [None] * world
+        dist.all_gather_object(problems, problem)
+        problem = problem or next((p for p in problems if p), None)
+    if problem:
+        raise CheckpointError(problem) from cause
+
+
+def _encode_rng(state: dict[str, Any]) -> dict[str, Any]:
+    """Only tensors, numbers and text, so that reading it back runs no code."""
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    encoded = dict(state)
+    encoded["numpy"] = [kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), int(position), int(has_gauss), float(gauss)]
+    version, internal, cached = state["python"]
+    encoded["python"] = [version, list(internal), cached]
+    return encoded
+
+
+def _decode_rng(state: dict[str, Any]) -> dict[str, Any]:
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    return {**state, "numpy": (kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss)}
+
+
+__all__ = ["copy_companions", "export_hf", "load", "optimizer_tensors", "read_marker", "save", "whole_tensor"]
