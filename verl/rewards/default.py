@@ -20,6 +20,12 @@ SCORERS: dict[str, Callable[[str, str], float]] = {
 }
 """Scorer of each known ``data_source``; each takes (solution_str, ground_truth)."""
 
+PREFIXES: dict[str, Callable[[str, str], float]] = {
+    "final_answer/": gsm8k.compute_score,
+    "aime": math.compute_score,
+}
+"""Scorers of whole families of sources: of every ``data_source`` that starts so, in lower case."""
+
 
 def default_compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None
@@ -27,7 +33,8 @@ def default_compute_score(
     """Score a response with the rule that its data source is known for.
 
     Args:
-        data_source: name of the data set; ``aime*`` counts as mathematics.
+        data_source: name of the data set. Names that start with ``final_answer/`` are scored by the number after
+            ``####``, names that start with ``aime`` as mathematics.
         solution_str: the response's text.
         ground_truth: the right answer.
         extra_info: not used by the built-in rules.
@@ -36,11 +43,13 @@ def default_compute_score(
         ConfigError: no rule is known for the data source.
     """
     scorer = SCORERS.get(data_source)
-    if scorer is None and str(data_source).lower().startswith("aime"):
-        scorer = math.compute_score
     if scorer is None:
+        name = str(data_source).lower()
+        scorer = next((by_family for prefix, by_family in PREFIXES.items() if name.startswith(prefix)), None)
+    if scorer is None:
+        known = ", ".join([*SCORERS, *(f"{prefix}*" for prefix in PREFIXES)])
         raise ConfigError(
-            f"no built-in scorer for data_source={data_source!r} (known: {', '.join(SCORERS)}, aime*); set "
+            f"no built-in scorer for data_source={data_source!r} (known: {known}); set "
             "custom_reward_function.path to a Python file with a function compute_score(data_source, solution_str, "
             "ground_truth, extra_info)"
         )
