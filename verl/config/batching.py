@@ -25,6 +25,7 @@ def sizes_per_gpu(config: Config, keys: Sequence[tuple[str, str | None]], world:
             of inheritance.
         world: number of ranks.
     """
+    derived: dict[str, int] = {}  # dotted path of <key>_per_gpu -> its new value
     for path, parent in keys:
         where, old = path.rsplit(".", 1)
         new = f"{old}_per_gpu"
@@ -32,8 +33,9 @@ def sizes_per_gpu(config: Config, keys: Sequence[tuple[str, str | None]], world:
         total, per_gpu = getattr(holder, old), getattr(holder, new)
         inherited = select(config, parent) if parent else None
         if total is None:
-            if per_gpu is None:
-                setattr(holder, new, inherited)
+            if per_gpu is None and parent in derived:
+                setattr(holder, new, derived[parent])
+                derived[f"{where}.{new}"] = derived[parent]
             continue
         setattr(holder, old, None)
         if total < 1 or total % world:
@@ -48,6 +50,7 @@ def sizes_per_gpu(config: Config, keys: Sequence[tuple[str, str | None]], world:
             )
         else:
             setattr(holder, new, total // world)
+            derived[f"{where}.{new}"] = total // world
 
 
 def batch_problems(

@@ -69,9 +69,6 @@ class FSDPConfig(Config):
     mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig, "Numeric types of computing and reduction.")
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig, "Which modules become one unit of sharding.")
     ulysses_sequence_parallel_size: int = opt(1, "Ranks that share one sequence (Ulysses).", ge=1)
-    entropy_checkpointing: bool = opt(
-        False, "Recompute the entropy's intermediate values in the backward pass instead of keeping them."
-    )
     use_torch_compile: bool = opt(False, "Compile the model with torch.compile.")
 
     def problems(self) -> Iterator[str]:

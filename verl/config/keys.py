@@ -26,12 +26,10 @@ PPO_ALIASES: Mapping[str, str] = {
     "critic.grad_clip": "critic.optim.clip_grad",
     "critic.ulysses_sequence_parallel_size": "critic.fsdp_config.ulysses_sequence_parallel_size",
     "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
-    "actor_rollout_ref.actor.entropy_checkpointing": "actor_rollout_ref.actor.fsdp_config.entropy_checkpointing",
     "actor_rollout_ref.actor.use_torch_compile": "actor_rollout_ref.actor.fsdp_config.use_torch_compile",
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": (
         "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
     ),
-    "actor_rollout_ref.ref.entropy_checkpointing": "actor_rollout_ref.ref.fsdp_config.entropy_checkpointing",
     "actor_rollout_ref.ref.use_torch_compile": "actor_rollout_ref.ref.fsdp_config.use_torch_compile",
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size": (
         "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size"
@@ -142,6 +140,10 @@ _TRAIN_RM = (
     "is for training the reward model (PRIME), which is not in this version; leave it out, the reward model stays as "
     "it is"
 )
+_CHUNKS = (
+    "chooses how log-probabilities and entropy are computed; here they are always computed piece by piece from hidden "
+    "states and recomputed in the backward pass, so leave it out"
+)
 _COVARIANCE = (
     "is for the clip_cov and kl_cov policy losses, which are not in this version; use policy_loss.loss_mode=vanilla"
 )
@@ -168,6 +170,9 @@ UNSUPPORTED: Sequence[Unsupported] = (
         "is an option of FSDP1; name the classes to shard in wrap_policy.transformer_layer_cls_to_wrap",
         (0,),
     ),
+    Unsupported("**.entropy_checkpointing", _CHUNKS, (True, False)),
+    Unsupported("**.entropy_from_logits_with_chunking", _CHUNKS, (True, False)),
+    Unsupported("**.use_fused_kernels", _CHUNKS, (True, False)),
     # LoRA
     Unsupported("**.lora_rank", _LORA, (0,)),
     Unsupported("**.lora.rank", _LORA, (0,)),
@@ -193,6 +198,11 @@ UNSUPPORTED: Sequence[Unsupported] = (
         f"{_R}.load_format",
         "says where the rollout engine finds its first weights; here they are always the policy's, so leave it out",
         ("auto", "dummy", "dummy_hf", "safetensors"),
+    ),
+    Unsupported(
+        f"{_R}.calculate_log_probs",
+        "leaves the log-probabilities of sampled tokens out; here they always come with the tokens, so leave it out",
+        (True,),
     ),
     Unsupported(
         f"{_R}.skip_tokenizer_init",
@@ -255,8 +265,8 @@ UNSUPPORTED: Sequence[Unsupported] = (
     Unsupported("reward_model.enable_resource_pool", _GENERATIVE_RM, (False,)),
     Unsupported(
         "reward_model.use_reward_loop",
-        "chooses between two ways of calling reward functions; they always run in reward.num_workers processes, so leave "
-        "it out",
+        "chooses between two ways of calling reward functions; they always run in reward.num_workers processes here, "
+        "so leave it out",
         (False,),
     ),
     Unsupported(
@@ -285,6 +295,11 @@ UNSUPPORTED: Sequence[Unsupported] = (
     Unsupported("**.profiler.**", _PROFILER, switch="enable"),
     Unsupported("trainer.profile_steps", _PROFILER, (None,)),
     # trainer
+    Unsupported(
+        "trainer.ray_wait_register_center_timeout",
+        "is a time limit for workers that look for each other; here they are told at once, so leave it out",
+        (300,),
+    ),
     Unsupported(
         "trainer.default_hdfs_dir",
         "copies checkpoints to HDFS, which is not in this version; copy trainer.default_local_dir",

@@ -248,15 +248,16 @@ def _apply(schema: type[Config], overrides: Sequence[Override], values: Values, 
             del values[k]
     last: dict[str, Any] = {}
     for path, value in given:
-        if not (value == {} and any(_within(k, path) for k in last)):
-            for k in [k for k in last if _within(path, k) != _within(k, path)]:
-                del last[k]  # a value replaces a dict of values and the other way round
-        last.pop(path, None)
+        if value == {} and any(_within(k, path) for k in last):
+            continue  # merging an empty dict changes nothing
+        for k in [k for k in last if _within(path, k) or _within(k, path)]:
+            del last[k]  # a value replaces a dict of values and the other way round
         last[path] = value
     for path, value in _canonical(schema, list(last.items()), problems).items():
-        for k in [k for k in values if k != path and (_within(k, path) or _within(path, k))]:
-            if not (value == {} and _within(k, path)):
-                del values[k]
+        if value == {} and any(_within(k, path) for k in values):
+            continue
+        for k in [k for k in values if _within(k, path) or _within(path, k)]:
+            del values[k]
         values[path] = value
 
 

@@ -26,6 +26,3 @@ class ModelConfig(Config):
     )
     enable_activation_offload: bool = opt(False, "Keep checkpointed activations in host memory between the passes.")
     use_remove_padding: bool = opt(True, "Pack the samples of a micro-batch without padding tokens.")
-    use_fused_kernels: bool = opt(
-        False, "Compute log-probabilities and entropy straight from hidden states, without a full logits tensor."
-    )

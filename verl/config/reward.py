@@ -48,6 +48,9 @@ class RewardConfig(Config):
     )
     on_timeout: str = opt("fail", "What a call beyond timeout_s means.", choices=OUTCOMES, inherits="reward.on_error")
     error_score: float = opt(0.0, "Score of a failed call with on_error=score or on_timeout=score.")
+    max_failed_fraction: float = opt(
+        0.5, "Part of a batch whose scoring may fail before the run stops, whatever on_error says.", ge=0, le=1
+    )
 
 
 @dataclass

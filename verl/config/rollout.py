@@ -56,7 +56,6 @@ class RolloutConfig(Config):
     update_weights_bucket_megabytes: int = opt(
         512, "Largest piece in which weights that cannot be shared are handed to the rollout engine, in MB.", ge=1
     )
-    calculate_log_probs: bool = opt(True, "Return the log-probability of each sampled token (rollout_log_probs).")
     log_prob_micro_batch_size_per_gpu: int | None = opt(
         None,
         "Samples per rank in one forward pass for the old log-probabilities; not given = all at once.",

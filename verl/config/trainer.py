@@ -26,7 +26,6 @@ class RunConfig(Config):
         None, "Threads of each worker process on CPU; not given = the cores divided by the workers.", ge=1
     )
     seed: int = opt(1, "Seed of the run; every other seed derives from it.", ge=0)
-    deterministic: bool = opt(False, "Use only kernels that repeat bit for bit (CUDA: slower).")
     save_freq: int = opt(-1, "Save every so many steps and at the end; -1 = never.", ge=-1)
     test_freq: int = opt(-1, "Validate every so many steps and at the end; -1 = never during training.", ge=-1)
     default_local_dir: str = opt(
@@ -83,6 +82,3 @@ class TrainerConfig(RunConfig):
         None, "Checkpoints of the critic to keep.", ge=1, inherits="trainer.max_ckpt_to_keep"
     )
     del_local_ckpt_after_load: bool = opt(False, "Delete a checkpoint once it has been loaded by every rank.")
-    ray_wait_register_center_timeout: int = opt(
-        300, "Time limit for the workers of a role to find each other, in seconds.", ge=1
-    )
