@@ -581,7 +581,9 @@ class DataProto:
         for number, part in enumerate(with_fields[1:], start=1):
             if part._field_names() != first._field_names():
                 difference = ", ".join(sorted(part._field_names() ^ first._field_names()))
-                raise SchemaError(f"concat: parts 0 and {number} do not have the same fields; only one has {difference}")
+                raise SchemaError(
+                    f"concat: parts 0 and {number} do not have the same fields; only one has {difference}"
+                )
         batch = None
         if first.batch is not None:
             batch = TensorDict(
@@ -770,9 +772,7 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
             f"union: batch sizes differ: {tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)}"
         )
     known = set(tensor_dict1.keys())
-    different = [
-        name for name, value in tensor_dict2.items() if name in known and not _same(tensor_dict1[name], value)
-    ]
+    different = [name for name, value in tensor_dict2.items() if name in known and not _same(tensor_dict1[name], value)]
     if different:
         raise SchemaError(_conflict_text(different))
     for name, value in tensor_dict2.items():
@@ -789,7 +789,9 @@ def union_numpy_dict(
     Raises:
         SchemaError: an array exists in both with different values (NaN equals NaN).
     """
-    different = [name for name in tensor_dict2 if name in tensor_dict1 and not _same(tensor_dict1[name], tensor_dict2[name])]
+    different = [
+        name for name in tensor_dict2 if name in tensor_dict1 and not _same(tensor_dict1[name], tensor_dict2[name])
+    ]
     if different:
         raise SchemaError(_conflict_text(different))
     for name, values in tensor_dict2.items():
@@ -1085,6 +1087,10 @@ class DataProtoFuture:
         values = (self._fetch or _fetch)(self.futures)
         joined = self.collect_fn(values)
         return joined if self.dispatch_fn is None else self.dispatch_fn(joined)
+
+    def fetch_with(self, fetch: Callable[[Sequence[Any]], list[Any]]) -> None:
+        """Let ``fetch`` turn references into values in this process, unless something does already."""
+        self._fetch = self._fetch or fetch
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_fetch": None}

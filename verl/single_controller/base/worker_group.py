@@ -1,0 +1,300 @@
+"""The controller's side of a group of workers: call it like one object.
+
+Subclasses say how a call reaches the ranks (:meth:`WorkerGroup._submit`) and how results come back
+(:meth:`WorkerGroup._fetch`); everything else is the same for every controller.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.errors import ConfigError, DataError
+from verl.protocol import DataProtoFuture
+from verl.single_controller.base.decorator import MAGIC_ATTR, CallRule
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks' places along one data-parallel axis.
+
+    Attributes:
+        dp_ranks: for each rank the shard that it computes.
+        collect_ranks: for each shard the rank that its result is taken from.
+    """
+
+    dp_ranks: tuple[int, ...]
+    collect_ranks: tuple[int, ...]
+
+    @property
+    def dp_size(self) -> int:
+        """Number of shards."""
+        return len(self.collect_ranks)
+
+    @classmethod
+    def of_ranks(cls, name: str, places: Sequence[tuple[int, bool]]) -> Mesh:
+        """Build it from each rank's ``(dp_rank, is_collect)``.
+
+        Raises:
+            ConfigError: shards are not numbered 0, 1, ..., or one has no collecting rank or several.
+        """
+        dp_ranks = tuple(dp_rank for dp_rank, _ in places)
+        if set(dp_ranks) != set(range(max(dp_ranks) + 1)):
+            raise ConfigError(f"mesh {name!r}: data-parallel ranks {sorted(set(dp_ranks))} do not count from 0")
+        collecting: dict[int, list[int]] = {shard: [] for shard in range(max(dp_ranks) + 1)}
+        for rank, (dp_rank, is_collect) in enumerate(places):
+            if is_collect:
+                collecting[dp_rank].append(rank)
+        wrong = {shard: ranks for shard, ranks in collecting.items() if len(ranks) != 1}
+        if wrong:
+            raise ConfigError(
+                f"mesh {name!r}: each shard needs one rank with is_collect=True, found (shard: ranks) {wrong}"
+            )
+        return cls(dp_ranks, tuple(ranks[0] for ranks in collecting.values()))
+
+
+class WorkerGroup(ABC):
+    """A group of workers that hold one role.
+
+    Args:
+        role: the role's name, in errors and logs.
+        user_cls: the workers' class; its registered methods become methods of the group.
+        world_size: number of workers.
+        timeout_s: longest wait for the result of a call; None waits for ever (a dead worker ends the wait at once).
+    """
+
+    def __init__(self, role: str, user_cls: type | None, world_size: int, timeout_s: float | None = None) -> None:
+        self.role = role
+        self.timeout_s = timeout_s
+        self._world_size = world_size
+        self._user_cls = user_cls
+        self._meshes: dict[str, Mesh] = {}
+        if user_cls is not None:
+            self._bind_methods(user_cls)
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self._world_size
+
+    # ---- calls on chosen ranks ------------------------------------------------------------------------------
+
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method on every rank and return the references of the results.
+
+        When *every* argument is a list with one entry per rank, each rank gets its entry; otherwise every rank gets
+        the arguments as they are.
+        """
+        values = [*args, *kwargs.values()]
+        per_rank = bool(values) and all(isinstance(v, list) and len(v) == self.world_size for v in values)
+        if not per_rank:
+            args = tuple([value] * self.world_size for value in args)
+            kwargs = {name: [value] * self.world_size for name, value in kwargs.items()}
+        return self._submit_split(range(self.world_size), method_name, args, kwargs)
+
+    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """:meth:`execute_all_async`, waiting for the results."""
+        return self._fetch(self.execute_all_async(method_name, *args, **kwargs), method_name, self.timeout_s)
+
+    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """The same as :meth:`execute_all_async`."""
+        return self.execute_all_async(method_name, *args, **kwargs)
+
+    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method on rank 0 and return the reference of the result."""
+        return self._submit([0], method_name, [args], [kwargs])[0]
+
+    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`execute_rank_zero_async`, waiting for the result."""
+        reference = self.execute_rank_zero_async(method_name, *args, **kwargs)
+        return self._fetch([reference], method_name, self.timeout_s)[0]
+
+    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """The same as :meth:`execute_rank_zero_async`."""
+        return self.execute_rank_zero_async(method_name, *args, **kwargs)
+
+    # ---- meshes ---------------------------------------------------------------------------------------------
+
+    def mesh(self, name: str) -> Mesh:
+        """The ranks' places in a mesh; asked of the workers once.
+
+        Raises:
+            WorkerError: a rank has not registered the mesh.
+            ConfigError: the ranks' answers do not fit together.
+        """
+        if name not in self._meshes:
+            places = self.execute_all_sync("_query_dispatch_collect_info", name)
+            self._meshes[name] = Mesh.of_ranks(name, places)
+        return self._meshes[name]
+
+    def dp_size(self, mesh_name: str) -> int:
+        """Into how many shards a batch is split over a mesh."""
+        return self.mesh(mesh_name).dp_size
+
+    # ---- roles ----------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def roles(self) -> tuple[str, ...]:
+        """Roles that live in the processes."""
+
+    @abstractmethod
+    def spawn(self, prefix_set: Iterable[str]) -> Mapping[str, WorkerGroup]:
+        """A worker group for each named role; all of them call the same processes."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End the processes of this group, whatever they do. Later calls fail."""
+
+    def fuse(self, prefix_set: Iterable[str]) -> None:
+        """Make each named role an attribute: ``group.actor.update(...)``."""
+        for role, group in self.spawn(prefix_set).items():
+            setattr(self, role, group)
+
+    def _check_roles(self, names: Iterable[str]) -> list[str]:
+        wanted = list(names)
+        if unknown := [name for name in wanted if name not in self.roles]:
+            raise ConfigError(f"no role {', '.join(map(repr, unknown))} in this group; there are {list(self.roles)}")
+        return wanted
+
+    # ---- what a controller implements -----------------------------------------------------------------------
+
+    @abstractmethod
+    def _submit(
+        self, ranks: Sequence[int], method: str, args: Sequence[Sequence[Any]], kwargs: Sequence[Mapping[str, Any]]
+    ) -> list[Any]:
+        """Start ``method`` on ``ranks`` with each rank's own arguments; references in the order of ``ranks``."""
+
+    @abstractmethod
+    def _fetch(
+        self,
+        references: Sequence[Any],
+        method: str,
+        timeout_s: float | None,
+        watch: Sequence[Any] | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> list[Any]:
+        """Wait for results.
+
+        Args:
+            references: what is wanted.
+            method: for messages.
+            timeout_s: None waits for ever.
+            watch: references whose failure ends the wait too, because other ranks may be waiting for that one.
+            ranks: the rank of each of ``watch``, or of ``references`` without it.
+
+        Raises:
+            WorkerError: as soon as a rank fails, dies or is too slow.
+        """
+
+    # ---- binding --------------------------------------------------------------------------------------------
+
+    def _bind_methods(self, user_cls: type) -> None:
+        for name in dir(user_cls):
+            function = getattr(user_cls, name, None)
+            rule = getattr(function, MAGIC_ATTR, None)
+            if isinstance(rule, CallRule) and callable(function):
+                if hasattr(type(self), name):
+                    raise ConfigError(
+                        f"{user_cls.__name__}.{name} has the name of a method of {type(self).__name__}; rename it"
+                    )
+                setattr(self, name, BoundMethod(self, name, function, rule))
+
+    def _submit_split(
+        self, ranks: Iterable[int], method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Any]:
+        """:meth:`_submit` for arguments that hold one value per rank of the whole group."""
+        for name, values in [*enumerate(args), *kwargs.items()]:
+            if not isinstance(values, list | tuple) or len(values) != self.world_size:
+                got = f"{len(values)} values" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
+                raise DataError(
+                    f"{method}(): dispatch gave {got} for argument {name!r}; it must give one for each of the "
+                    f"{self.world_size} ranks"
+                )
+        ranks = list(ranks)
+        return self._submit(
+            ranks,
+            method,
+            [[values[rank] for values in args] for rank in ranks],
+            [{name: values[rank] for name, values in kwargs.items()} for rank in ranks],
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        roles = self.__dict__.get("_role_names", ())
+        bound = [key for key, value in self.__dict__.items() if isinstance(value, BoundMethod)]
+        user_cls = self.__dict__.get("_user_cls")
+        if name in roles and len(roles) > 1:
+            group = self.spawn([name])[name]
+            setattr(self, name, group)
+            return group
+        near = difflib.get_close_matches(name, [*bound, *roles], 3)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        if user_cls is not None and callable(getattr(user_cls, name, None)):
+            hint = f": {user_cls.__name__}.{name} is not decorated with @register"
+        elif len(roles) > 1:
+            hint += f" (the group holds the roles {', '.join(roles)}; use spawn() to call one)"
+        raise AttributeError(f"worker group {self.__dict__.get('role', '?')!r} has no method {name!r}{hint}")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.role!r}, world_size={self.world_size})"
+
+
+class BoundMethod:
+    """A worker's method as a method of the group: checks the arguments, dispatches, runs, collects.
+
+    ``method.options(blocking=False, timeout_s=30)(batch)`` changes how one call is made.
+    """
+
+    def __init__(self, group: WorkerGroup, name: str, function: Callable[..., Any], rule: CallRule) -> None:
+        functools.update_wrapper(self, function)
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        self.__signature__ = inspect.signature(function).replace(parameters=parameters)
+        self._group = group
+        self._name = name
+        self._function = function
+        self._rule = rule
+        self._dispatch, self._collect = rule.functions()
+        self._blocking = rule.blocking
+        self._timeout_s: float | None = None
+
+    def options(self, *, blocking: bool | None = None, timeout_s: float | None = None) -> BoundMethod:
+        """The same method with another way to wait.
+
+        Args:
+            blocking: wait for the result, or return a future.
+            timeout_s: longest wait for the result in seconds.
+        """
+        other = BoundMethod(self._group, self._name, self._function, self._rule)
+        other._blocking = self._blocking if blocking is None else blocking
+        other._timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return other
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        group = self._group
+        try:
+            self.__signature__.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{group.role}.{self._name}{self.__signature__}: {error}") from None
+        split_args, split_kwargs = self._dispatch(group, *args, **kwargs)
+        ranks = [0] if self._rule.rank_zero_only else list(range(group.world_size))
+        references = group._submit_split(ranks, self._name, split_args, split_kwargs)
+        timeout_s = group.timeout_s if self._timeout_s is None else self._timeout_s
+        output: Any = group._fetch(references, self._name, timeout_s, ranks=ranks) if self._blocking else references
+        if self._rule.rank_zero_only:
+            output = output[0]
+        result = self._collect(group, output)
+        if isinstance(result, DataProtoFuture) and not self._blocking:
+            result.fetch_with(
+                functools.partial(group._fetch, method=self._name, timeout_s=timeout_s, watch=references, ranks=ranks)
+            )
+        return result
+
+    def __repr__(self) -> str:
+        return f"<{self._group.role}.{self._name}{self.__signature__} on {self._group.world_size} ranks>"
