@@ -21,6 +21,21 @@ from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tell xdist (``--dist loadgroup``) what belongs together.
+
+    A file stays in one process, so that its fixtures are made once. Tests that start processes of their own share one
+    process: side by side they would only fight for the cores.
+    """
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        heavy = any(item.get_closest_marker(name) for name in ("dist", "e2e")) or "ray_local" in item.fixturenames
+        item.add_marker(pytest.mark.xdist_group("processes" if heavy else item.path.relative_to(REPO_ROOT).as_posix()))
+
+
 REPO_ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -1,0 +1,207 @@
+"""Trackers: what reaches the console, files, TensorBoard and hosted services."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from verl.errors import ConfigError
+from verl.utils.tracking import ConsoleTracker, FileTracker, RunInfo, Tracking, console_line, dumps_json
+
+STEP = {
+    "critic/rewards/mean": 0.7344,
+    "critic/score/mean": 0.7344,
+    "actor/kl_loss": 0.00012,
+    "response_length/mean": 9.81,
+    "actor/entropy": 0.8312,
+    "actor/grad_norm": 0.41,
+    "actor/lr": 5e-4,
+    "timing_s/step": 1.324,
+    "perf/throughput": 4123.0,
+    "actor/pg_clipfrac": 0.5,
+}
+
+
+def test_the_console_line_of_a_step() -> None:
+    assert console_line(STEP, 12, 60, 200.0) == (
+        "step 12/60 ━━╌╌╌╌╌╌╌╌  20% eta 3:20 │ reward 0.734 │ kl 1.2e-04 │ len 9.8 │ entropy 0.831 │ grad 0.410"
+        " │ lr 5.0e-04 │ 1.32s │ 4.1k tok/s"
+    )
+    assert console_line({"critic/rewards/mean": 0.5}, 3, None, None) == "step 3 │ reward 0.500"
+    # With a KL penalty in the reward the two differ, and both are wanted.
+    assert console_line({"critic/rewards/mean": 0.4, "critic/score/mean": 0.5}, 3, None, None) == (
+        "step 3 │ score 0.500 │ reward 0.400"
+    )
+    assert "grad nan!" in console_line({"actor/grad_norm": float("nan")}, 1, None, None)
+
+
+def test_the_console_prints_one_line_per_step_one_per_validation_and_samples() -> None:
+    out = io.StringIO()
+    tracker = ConsoleTracker(RunInfo("p", "e", total_steps=10), stream=out)
+    tracker.log({"val-core/gsm8k/acc/mean@1": 0.25, "val-aux/gsm8k/acc/std@1": 0.1}, 0)
+    tracker.log({**STEP, "timing_s/step": 2.0, "val-core/gsm8k/acc/mean@1": 0.5}, 1)
+    tracker.log_samples([{"prompt": "[sort] 3 1", "response": "1 3", "score": 1.0}], 1)
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "validation after step 0: gsm8k/acc/mean@1 0.250"
+    assert lines[1].startswith("step  1/10 ━╌╌╌╌╌╌╌╌╌  10% eta 0:18 │ reward 0.734")
+    assert lines[2] == "validation after step 1: gsm8k/acc/mean@1 0.500"
+    assert lines[3:] == ["samples after step 1", "   1 prompt: [sort] 3 1", "   1 response: 1 3", "   1 score: 1.0"]
+
+
+def test_the_file_holds_one_strict_json_object_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "deep" / "metrics.jsonl"
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(path))
+    tracking = Tracking("p", "e", ["file"])
+    tracking.log({"a": np.float32(0.5), "b": torch.tensor(2), "nan": float("nan"), "inf": float("-inf")}, step=1)
+    tracking.log({"a": 1}, step=2)
+    tracking.log_samples([{"prompt": "π", "score": np.float64(1.0)}], step=2)
+    tracking.finish()
+    first, second = (json.loads(line, parse_constant=pytest.fail) for line in path.read_text("utf-8").splitlines())
+    assert first == {"step": 1, "data": {"a": 0.5, "b": 2, "nan": "NaN", "inf": "-Infinity"}}
+    assert second == {"step": 2, "data": {"a": 1}}
+    samples = json.loads((tmp_path / "deep" / "metrics.samples.jsonl").read_text("utf-8"))
+    assert samples == {"step": 2, "samples": [{"prompt": "π", "score": 1.0}]}
+    assert np.isnan(float(first["data"]["nan"]))
+
+
+def test_the_file_is_in_the_runs_directory_by_default_and_grows_when_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
+    for step in (1, 2):
+        Tracking("p", "e", "file", default_local_dir=tmp_path).log({"a": step}, step=step)
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+
+
+def test_a_file_that_cannot_be_written_is_a_clear_error_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file tracker cannot write .*VERL_FILE_LOGGER_PATH"):
+        FileTracker(tmp_path / "file" / "metrics.jsonl")
+
+
+def test_json_takes_anything() -> None:
+    record = {"array": np.array([1.0, np.nan]), "set": {1}, "path": Path("x"), 3: None, "nested": {"t": torch.ones(2)}}
+    assert json.loads(dumps_json(record)) == {
+        "array": [1.0, "NaN"],
+        "set": [1],
+        "path": "x",
+        "3": None,
+        "nested": {"t": [1.0, 1.0]},
+    }
+
+
+def test_tensorboard_gets_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+    tracking = Tracking("p", "e", ["tensorboard"], default_local_dir=tmp_path)
+    tracking.log({"critic/score/mean": 0.25, "note": "text"}, step=1)
+    tracking.log({"critic/score/mean": 0.5}, step=2)
+    tracking.log_samples([{"prompt": "a|b", "score": 1}], step=2)
+    tracking.finish()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("critic/score/mean")] == [(1, 0.25), (2, 0.5)]
+    assert events.Tags()["scalars"] == ["critic/score/mean"]
+    text = events.Tensors("samples/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert text == "| prompt | score |\n| --- | --- |\n| a\\|b | 1 |"
+
+
+def test_unknown_and_missing_trackers_are_errors_before_any_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "m.jsonl"))
+    with pytest.raises(ConfigError, match=r"unknown tracker 'tensorbord'; did you mean 'tensorboard'\?"):
+        Tracking("p", "e", ["file", "tensorbord"])
+    assert not (tmp_path / "m.jsonl").exists()
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=r"'wandb', whose package is not installed .*verl\[tracking\]"):
+        Tracking("p", "e", ["wandb"])
+
+
+def test_a_tracker_that_fails_is_reported_once_and_the_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "m.jsonl"))
+    tracking = Tracking("p", "e", ["tensorboard", "file"], default_local_dir=tmp_path)
+
+    def broken(*_: Any) -> None:
+        raise OSError("connection lost")
+
+    monkeypatch.setattr(tracking._trackers["tensorboard"], "log", broken)
+    with caplog.at_level(logging.WARNING, logger="verl"):
+        logging.getLogger("verl").propagate = True
+        for step in (1, 2, 3):
+            tracking.log({"a": 1.0}, step=step)
+    assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 3
+    reports = [record for record in caplog.records if "tracker 'tensorboard' failed" in record.message]
+    assert len(reports) == 1
+    assert "connection lost" in str(reports[0].exc_info)
+
+
+class Recorder(types.ModuleType):
+    """Stands in for a hosted tracker's package and writes down the calls it gets."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args: Any, **kwargs: Any) -> Recorder:
+            self.calls.append((name, args, kwargs))
+            return self
+
+        return call
+
+
+CONFIG = {"trainer": {"seed": 1}, "tool": {"api_key": "k"}}
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab", "trackio"])
+def test_hosted_trackers_get_names_config_and_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = Recorder(name)
+    monkeypatch.setitem(sys.modules, name, package)
+    tracking = Tracking("proj", "exp", [name], config=CONFIG)
+    tracking.log({"a": 1.5, "note": "text"}, step=3)
+    tracking.finish()
+    start, log, finish = package.calls
+    assert start[0] == "init"
+    assert start[2]["project"] == "proj"
+    assert "exp" in start[2].values()
+    assert start[2]["config"] == {"trainer": {"seed": 1}, "tool": {"api_key": "***"}}
+    assert log == ("log", ({"a": 1.5},), {"step": 3})
+    assert finish[0] == "finish"
+
+
+def test_mlflow_gets_flat_parameters_and_names_it_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = Recorder("mlflow")
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    tracking = Tracking("proj", "exp", ["mlflow"], config=CONFIG)
+    tracking.log({"val-core/x/acc/mean@8": 0.5}, step=3)
+    tracking.finish()
+    assert package.calls == [
+        ("set_experiment", ("proj",), {}),
+        ("start_run", (), {"run_name": "exp"}),
+        ("log_params", ({"trainer.seed": "1", "tool.api_key": "***"},), {}),
+        ("log_metrics", ({"val-core/x/acc/mean_at_8": 0.5},), {"step": 3}),
+        ("end_run", (), {}),
+    ]
+
+
+def test_tracking_does_not_import_torch() -> None:
+    import subprocess
+
+    code = "import sys, verl.utils.tracking; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
