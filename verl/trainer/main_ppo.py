@@ -1,0 +1,212 @@
+"""Train a policy with PPO, GRPO and their relatives: ``python -m verl.trainer.main_ppo key=value ...``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from verl.config import PPOConfig
+from verl.config.cli import parse_cli
+from verl.errors import ConfigError, DataError, VerlError
+from verl.utils.logging import setup_logging
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+logger = logging.getLogger(__name__)
+
+
+class TaskRunner:
+    """Builds the parts of a run from its configuration and lets the trainer drive them.
+
+    All that can be wrong with the input is found before the first worker starts. Override a method to replace a part.
+    """
+
+    def __init__(self, config: PPOConfig) -> None:
+        # torch and friends are imported from here on, when the configuration is known to be good
+        from verl.utils.device import resolve_device
+
+        self.config = config
+        self.device = resolve_device(config.trainer.device)
+
+    def run(self) -> None:
+        """Train, or validate only."""
+        trainer = self.build_trainer()
+        try:
+            if self.config.trainer.val_only:
+                trainer.validate_only()
+            else:
+                trainer.fit()
+        finally:
+            trainer.tracker.finish()
+
+    def build_trainer(self) -> RayPPOTrainer:
+        """Inputs first, then workers, then the trainer."""
+        from verl.algorithms.kl import get_kl_controller
+        from verl.checkpoint.manager import CheckpointManager
+        from verl.rewards import load_reward_manager
+        from verl.trainer.ppo.placement import build_worker_groups
+        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+        from verl.trainer.ppo.sources import SyncSource, steps_in_run
+        from verl.trainer.ppo.validation import Validator
+        from verl.utils.tokenizer import load_tokenizer
+
+        config, trainer = self.config, self.config.trainer
+        config.check_files()
+        self.check_devices()
+        model = config.actor_rollout_ref.model
+        tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+        reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
+        train_loader = self.build_train_loader(tokenizer)
+        val_loader = self.build_val_loader(tokenizer)
+        total_steps = steps_in_run(len(train_loader), trainer.total_epochs, trainer.total_training_steps)
+        checkpoints = CheckpointManager.from_config(trainer)
+        # a resume path that does not exist is told now, not after the models are loaded
+        checkpoints.find(trainer.resume_mode, trainer.resume_from_path)
+        tracker = self.build_tracker(total_steps)
+
+        groups = build_worker_groups(config, self.device, total_steps)
+        rollout = config.actor_rollout_ref.rollout
+        validator = None
+        if val_loader is not None:
+            validator = Validator(
+                dataloader=val_loader,
+                rollout=groups.actor_rollout,
+                reward_fn=reward_fn,
+                tokenizer=tokenizer,
+                n=rollout.val_kwargs.n,
+                seed=trainer.seed,
+                dump_dir=trainer.validation_data_dir,
+                show=trainer.log_val_generations,
+                reward_model=groups.reward_model,
+            )
+        return RayPPOTrainer(
+            config=config,
+            actor_rollout=groups.actor_rollout,
+            ref=groups.ref,
+            critic=groups.critic,
+            reward_model=groups.reward_model,
+            source=SyncSource(train_loader, groups.actor_rollout, rollout.n),
+            reward_fn=reward_fn,
+            validator=validator,
+            tracker=tracker,
+            checkpoints=checkpoints,
+            tokenizer=tokenizer,
+            total_steps=total_steps,
+            kl_ctrl=get_kl_controller(config.algorithm.kl_ctrl),
+        )
+
+    def build_train_loader(self, tokenizer: Any) -> Any:
+        """The stateful loader of training prompts."""
+        from verl.data import create_dataloader, create_dataset
+
+        data = self.config.data
+        dataset = create_dataset(data.train_files, tokenizer, data, max_samples=data.train_max_samples)
+        return create_dataloader(
+            dataset, data, batch_size=data.train_batch_size, shuffle=data.shuffle, seed=self.data_seed, drop_last=True
+        )
+
+    def build_val_loader(self, tokenizer: Any) -> Any:
+        """The loader of validation prompts; None without validation files."""
+        from verl.data import create_dataloader, create_dataset
+
+        data = self.config.data
+        if not data.val_files:
+            return None
+        dataset = create_dataset(data.val_files, tokenizer, data, max_samples=data.val_max_samples)
+        batch_size = data.val_batch_size or len(dataset)
+        return create_dataloader(
+            dataset,
+            data,
+            batch_size=batch_size,
+            shuffle=data.validation_shuffle,
+            seed=self.data_seed,
+            drop_last=False,
+        )
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of the order of prompts."""
+        from verl.utils.seeding import derive_seed
+
+        given = self.config.data.seed
+        return derive_seed(self.config.trainer.seed, "data") if given is None else given
+
+    def build_tracker(self, total_steps: int) -> Any:
+        """The trackers that ``trainer.logger`` names."""
+        from verl.config import to_dict
+        from verl.utils.tracking import Tracking
+
+        trainer = self.config.trainer
+        return Tracking(
+            trainer.project_name,
+            trainer.experiment_name,
+            trainer.logger,
+            config=to_dict(self.config),
+            default_local_dir=trainer.default_local_dir,
+            total_steps=total_steps,
+        )
+
+    def check_devices(self) -> None:
+        """More GPUs than this machine has is an error before anything is loaded (one node; Ray checks the rest)."""
+        import torch
+
+        trainer = self.config.trainer
+        if self.device == "cuda" and trainer.nnodes == 1 and trainer.n_gpus_per_node > torch.cuda.device_count():
+            raise ConfigError(
+                f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: this machine has {torch.cuda.device_count()} GPU(s)"
+            )
+
+
+def run_ppo(config: PPOConfig) -> None:
+    """Run on Ray, joining a running cluster or starting a local one, or in this process alone."""
+    runner = TaskRunner(config)
+    if config.trainer.controller == "local":
+        runner.run()
+        return
+    with ray_session(config):
+        runner.run()
+
+
+@contextmanager
+def ray_session(config: PPOConfig) -> Iterator[None]:
+    """Ray for the time of the run; a Ray that was running before is left running."""
+    import ray
+
+    started_here = not ray.is_initialized()
+    if started_here:
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        defaults = {"include_dashboard": False, "log_to_driver": True, "logging_level": "ERROR"}
+        ray.init(**{**defaults, **config.ray_kwargs.ray_init})
+    try:
+        yield
+    finally:
+        if started_here:
+            ray.shutdown()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line: exit code 0 when done, 2 for a bad configuration or bad input, 1 for a failed run."""
+    setup_logging()
+    config = parse_cli(PPOConfig, "ppo_trainer", argv)
+    try:
+        run_ppo(config)
+    except (ConfigError, DataError) as error:
+        return _fail(error, 2)
+    except VerlError as error:
+        return _fail(error, 1)
+    return 0
+
+
+def _fail(error: VerlError, code: int) -> int:
+    logger.debug("the run failed", exc_info=True)
+    sys.stderr.write(f"{type(error).__name__}: {error}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

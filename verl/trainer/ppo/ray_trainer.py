@@ -1,0 +1,263 @@
+"""The PPO trainer: one process that drives worker groups through the five phases of a step.
+
+Everything it works with is handed in, built; it reads as the algorithm. How batches are made is the source's
+affair, where models live is the worker groups', what a number means is ``metrics``'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.algorithms.kl import KLController
+from verl.algorithms.registry import ADV_ESTIMATORS, fields_needed
+from verl.checkpoint.manager import CheckpointManager
+from verl.config import PPOConfig
+from verl.errors import ConfigError
+from verl.protocol import DataProto
+from verl.schema import check_batch
+from verl.single_controller.base import WorkerGroup
+from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, compute_response_mask
+from verl.trainer.ppo.metrics import compute_step_metrics
+from verl.trainer.ppo.sources import Source
+from verl.trainer.ppo.scoring import RewardFunction, describe_samples, dump_samples, leave_out, score_batch
+from verl.trainer.ppo.validation import Validator
+from verl.utils.metrics import MetricSet
+from verl.utils.seeding import derive_seed
+from verl.utils.seqlen_balancing import arrange_mini_batches
+from verl.utils.timing import StepTimer
+from verl.utils.tracking import Tracking
+
+__all__ = ["RayPPOTrainer", "apply_kl_penalty", "compute_advantage", "compute_response_mask"]
+
+logger = logging.getLogger(__name__)
+
+class RayPPOTrainer:
+    """Trains a policy with PPO-style updates.
+
+    Args:
+        config: the sealed configuration.
+        actor_rollout: worker group that trains the policy and samples from it.
+        source: gives batches of prompts with responses.
+        reward_fn: scores responses.
+        tracker: takes the metrics of every step.
+        checkpoints: keeps the directories of saved steps.
+        tokenizer: decodes samples for people.
+        total_steps: number of steps of the whole run.
+        kl_ctrl: coefficient of the KL penalty in the reward.
+        critic: worker group with ``compute_values`` and ``update_critic``.
+        ref: worker group with ``compute_ref_log_prob``.
+        reward_model: worker group with ``compute_rm_score``.
+        validator: runs the validation set; None validates never.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: PPOConfig,
+        actor_rollout: WorkerGroup,
+        source: Source,
+        reward_fn: RewardFunction,
+        tracker: Tracking,
+        checkpoints: CheckpointManager,
+        tokenizer: Any,
+        total_steps: int,
+        kl_ctrl: KLController,
+        critic: WorkerGroup | None = None,
+        ref: WorkerGroup | None = None,
+        reward_model: WorkerGroup | None = None,
+        validator: Validator | None = None,
+    ) -> None:
+        self.config = config
+        self.actor_rollout = actor_rollout
+        self.source = source
+        self.reward_fn = reward_fn
+        self.tracker = tracker
+        self.checkpoints = checkpoints
+        self.tokenizer = tokenizer
+        self.total_steps = total_steps
+        self.kl_ctrl = kl_ctrl
+        self.critic = critic
+        self.ref = ref
+        self.reward_model = reward_model
+        self.validator = validator
+        self.step = 0
+        self._check_estimator()
+
+    def fit(self) -> None:
+        """Run the training: generate, score, estimate advantages, update, hand the new weights over."""
+        self.load_checkpoint()
+        self.sync_weights()
+        if self.config.trainer.val_before_train and self.step == 0:
+            self.tracker.log(self.validate(), step=self.step)
+
+        while self.step < self.total_steps:
+            self.step += 1
+            timer = StepTimer()
+            with timer("step"):
+                with timer("gen"):
+                    batch = self.source.next_batch(self.step)
+                with timer("reward"):
+                    batch, metrics = self.score(batch)
+                batch = self.arrange(batch)
+                with timer("old_log_prob"):
+                    batch = batch.union(self.actor_rollout.compute_log_prob(batch))
+                if self.ref is not None:
+                    with timer("ref"):
+                        batch = batch.union(self.ref.compute_ref_log_prob(batch))
+                if self.critic is not None:
+                    with timer("values"):
+                        batch = batch.union(self.critic.compute_values(batch))
+                with timer("adv"):
+                    batch = self.shape_rewards(batch, metrics)
+                    batch = compute_advantage(batch, self.config.algorithm)
+
+                if self.critic is not None:
+                    with timer("update_critic"):
+                        metrics.update(self.update_critic(batch))
+                if self.step > self.config.trainer.critic_warmup:
+                    with timer("update_actor"):
+                        metrics.update(self.update_actor(batch))
+                    with timer("update_weights"):
+                        metrics.update(self.sync_weights())
+
+                if self.due(self.config.trainer.save_freq):
+                    with timer("save_checkpoint"):
+                        self.save_checkpoint()
+                if self.due(self.config.trainer.test_freq):
+                    with timer("testing"):
+                        metrics.update(self.validate())
+            metrics.update(self.describe(batch, timer))
+            self.tracker.log(metrics, step=self.step)
+
+    def validate(self) -> dict[str, float]:
+        """Metrics of the validation set under the current policy; samples go to the trackers and the dump directory."""
+        if self.validator is None:
+            return {}
+        metrics, samples = self.validator.run(self.step)
+        if samples:
+            self.tracker.log_samples(samples, step=self.step)
+        return metrics
+
+    def validate_only(self) -> None:
+        """Validate the checkpoint or the initial model once, without training."""
+        self.load_checkpoint()
+        self.sync_weights()
+        self.tracker.log(self.validate(), step=self.step)
+
+    # ---- the phases ----------------------------------------------------------------------------------------
+
+    def sync_weights(self) -> dict[str, float]:
+        """Hand the actor's weights to the rollout; the version is the step that made them."""
+        return _first(self.actor_rollout.sync_weights(version=self.step))
+
+    def score(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """Add ``token_level_scores`` (B,R) and the reward function's extra values."""
+        if self.reward_model is not None:
+            batch = batch.union(self.reward_model.compute_rm_score(batch))
+        result = score_batch(self.reward_fn, batch)
+        batch.batch["token_level_scores"] = result.scores
+        for name, values in result.extra.items():
+            batch.non_tensor_batch.setdefault(f"reward_{name}", values)
+        leave_out(batch, result.has_score)
+        if directory := self.config.trainer.rollout_data_dir:
+            dump_samples(Path(directory), self.step, describe_samples(self.tokenizer, batch, result))
+        return batch, result.metrics
+
+    def arrange(self, batch: DataProto) -> DataProto:
+        """Order the rows so that each global mini-batch is the same whatever the number of ranks."""
+        return self._arranged(batch, self.config.actor_rollout_ref.actor, self.actor_rollout.mesh("actor").dp_size)
+
+    def shape_rewards(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+        """Add ``token_level_rewards`` (B,R): the scores, less the KL penalty where it is part of the reward."""
+        if self.config.algorithm.use_kl_in_reward:
+            batch, kl_metrics = apply_kl_penalty(batch, self.kl_ctrl, self.config.algorithm.kl_penalty)
+            metrics.update(kl_metrics)
+        else:
+            batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+        return batch
+
+    def update_critic(self, batch: DataProto) -> dict[str, float]:
+        """One step of value-function updates."""
+        assert self.critic is not None
+        batch = self._arranged(batch, self.config.critic, self.critic.mesh("critic").dp_size)
+        return _metrics(self.critic.update_critic(check_batch(batch, "update_critic")))
+
+    def update_actor(self, batch: DataProto) -> dict[str, float]:
+        """One step of policy updates."""
+        return _metrics(self.actor_rollout.update_actor(check_batch(batch, "update_actor")))
+
+    def describe(self, batch: DataProto, timer: StepTimer) -> dict[str, float]:
+        """All numbers that derive from the batch and the clock."""
+        progress = {"training/global_step": self.step, "training/epoch": self.source.epoch}
+        return progress | compute_step_metrics(
+            batch, timer.seconds, use_critic=self.critic is not None, n_devices=self.actor_rollout.world_size
+        )
+
+    # ---- saving and resuming -------------------------------------------------------------------------------
+
+    def due(self, frequency: int) -> bool:
+        """Whether something done every ``frequency`` steps, and at the end, is to be done now."""
+        return frequency > 0 and (self.step % frequency == 0 or self.step == self.total_steps)
+
+    def save_checkpoint(self) -> None:
+        """Save all that the rest of the run depends on; it appears under its name only when complete."""
+        with self.checkpoints.staging(self.step) as directory:
+            self.actor_rollout.save_checkpoint(str(directory / "actor"))
+            if self.critic is not None:
+                self.critic.save_checkpoint(str(directory / "critic"))
+            torch.save(self.source.state_dict(), directory / "data.pt")
+            torch.save({"step": self.step, "kl_ctrl": self.kl_ctrl.state_dict()}, directory / "trainer_state.pt")
+
+    def load_checkpoint(self) -> None:
+        """Continue from the checkpoint that ``trainer.resume_mode`` selects, if there is one."""
+        trainer = self.config.trainer
+        directory = self.checkpoints.find(trainer.resume_mode, trainer.resume_from_path)
+        if directory is None:
+            return
+        logger.info("resuming from %s", directory)
+        # plain containers and numbers only: nothing in these files may run code
+        state = torch.load(directory / "trainer_state.pt", weights_only=True)
+        self.step = state["step"]
+        self.kl_ctrl.load_state_dict(state["kl_ctrl"])
+        self.source.load_state_dict(torch.load(directory / "data.pt", weights_only=True))
+        self.actor_rollout.load_checkpoint(str(directory / "actor"))
+        if self.critic is not None:
+            self.critic.load_checkpoint(str(directory / "critic"))
+        if trainer.del_local_ckpt_after_load:
+            self.checkpoints.delete(directory)
+
+    # ---- helpers -------------------------------------------------------------------------------------------
+
+    def _check_estimator(self) -> None:
+        name = self.config.algorithm.adv_estimator
+        available = {"token_level_rewards", "response_mask", "uid"} | ({"values"} if self.critic else set())
+        if missing := fields_needed(ADV_ESTIMATORS[name]) - available:
+            raise ConfigError(
+                f"algorithm.adv_estimator={name}: needs {', '.join(sorted(missing))}, which nothing in this run makes"
+                + ("; set critic.enable=True" if "values" in missing else "")
+            )
+
+    def _arranged(self, batch: DataProto, section: Any, dp_size: int) -> DataProto:
+        rows = section.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        # from the order of sampling, not from an earlier arrangement, which depends on the number of ranks
+        order = torch.argsort(batch.batch["sample_index"])
+        if section.shuffle:
+            generator = torch.Generator().manual_seed(derive_seed(self.config.trainer.seed, "mini_batches", self.step))
+            order = order[torch.randperm(len(order), generator=generator)]
+        lengths = batch.batch["attention_mask"].sum(-1)[order].tolist()
+        arranged = arrange_mini_batches(lengths, rows, dp_size, balance=self.config.trainer.balance_batch)
+        return batch.select_idxs(order[torch.tensor(arranged)])
+
+
+def _first(results: Any) -> Any:
+    """The answer of rank 0 where every rank gives the same."""
+    return results[0] if isinstance(results, list) else results
+
+
+def _metrics(results: list[MetricSet]) -> dict[str, float]:
+    """One number for each metric of the ranks: equal everywhere for losses, combined for memory."""
+    return MetricSet.merged(results).values_by_name()

@@ -1,0 +1,95 @@
+"""Validation: sample the held-out prompts, score them, summarise and show them."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.protocol import DataProto
+from verl.single_controller.base import WorkerGroup
+from verl.trainer.ppo.metrics import process_validation_metrics
+from verl.trainer.ppo.scoring import RewardFunction, Sample, describe_samples, dump_samples, score_batch
+from verl.trainer.ppo.sources import generate, with_samples
+from verl.utils.seeding import derive_seed
+
+logger = logging.getLogger(__name__)
+
+
+class Validator:
+    """Runs the validation set through the current policy.
+
+    Args:
+        dataloader: yields dicts of prompts; every pass gives the same rows in the same order.
+        rollout: worker group with ``generate_sequences``.
+        reward_fn: scores a batch.
+        tokenizer: decodes prompts and responses for people.
+        n: samples per prompt.
+        seed: seed of the run.
+        dump_dir: where ``<step>.jsonl`` goes, or None.
+        show: how many samples go to the trackers.
+        reward_model: worker group with ``compute_rm_score``.
+    """
+
+    def __init__(
+        self,
+        *,
+        dataloader: Any,
+        rollout: WorkerGroup,
+        reward_fn: RewardFunction,
+        tokenizer: Any,
+        n: int,
+        seed: int,
+        dump_dir: str | None = None,
+        show: int = 0,
+        reward_model: WorkerGroup | None = None,
+    ) -> None:
+        self.dataloader = dataloader
+        self.rollout = rollout
+        self.reward_fn = reward_fn
+        self.tokenizer = tokenizer
+        self.n = n
+        self.seed = seed
+        self.dump_dir = Path(dump_dir) if dump_dir else None
+        self.show = show
+        self.reward_model = reward_model
+
+    def run(self, step: int) -> tuple[dict[str, float], list[Sample]]:
+        """Validate the policy as it is after ``step``.
+
+        Returns:
+            The metrics ``val-core/...`` and ``val-aux/...``, and the samples chosen for the trackers.
+        """
+        sources: list[str] = []
+        uids: list[str] = []
+        infos: dict[str, list[Any]] = defaultdict(list)
+        samples: list[Sample] = []
+        rows_seen = 0
+        for rows in self.dataloader:
+            batch = with_samples(DataProto.from_single_dict(rows), self.n, uid_prefix=f"val-{rows_seen}")
+            # places in the whole validation set, so that its batch size does not change the samples
+            batch.batch["sample_index"] += rows_seen
+            rows_seen += len(batch)
+            batch = generate(self.rollout, batch, step=0, validate=True)
+            if self.reward_model is not None:
+                batch = batch.union(self.reward_model.compute_rm_score(batch))
+            result = score_batch(self.reward_fn, batch)
+            sources += list(batch.non_tensor_batch.get("data_source", np.full(len(batch), "unknown", dtype=object)))
+            uids += list(batch.non_tensor_batch["uid"])
+            infos["reward"] += result.sums()
+            for name, values in result.extra.items():
+                infos[name] += list(values)
+            samples += describe_samples(self.tokenizer, batch, result)
+        # a value that only some batches report cannot be summarised over the set
+        aligned = {name: values for name, values in infos.items() if len(values) == len(uids)}
+        metrics = process_validation_metrics(sources, uids, aligned, seed=derive_seed(self.seed, "bootstrap"))
+        dump_samples(self.dump_dir, step, samples)
+        return metrics, self._choose(samples)
+
+    def _choose(self, samples: list[Sample]) -> list[Sample]:
+        """The same prompts at every validation, so that their answers can be compared over time."""
+        order = np.random.default_rng(derive_seed(self.seed, "val_samples")).permutation(len(samples))
+        return [samples[i] for i in sorted(order[: self.show])]

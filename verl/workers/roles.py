@@ -1,0 +1,439 @@
+"""The roles of a run as workers: their remote methods, written once for every training engine.
+
+A role owns engines and turns a :class:`~verl.protocol.DataProto` shard into engine calls and back. It knows
+neither how the engine shards the model (``fsdp_workers.py`` binds that) nor which algorithm runs
+(the controller does). Every worker of a group calls the same method with its own shard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import time
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from tensordict import TensorDict
+
+from verl.config import (
+    ActorConfig,
+    ActorRolloutRefConfig,
+    CheckpointConfig,
+    CriticConfig,
+    FSDPConfig,
+    ModelConfig,
+    OptimConfig,
+    RewardModelConfig,
+)
+from verl.errors import ConfigError
+from verl.protocol import DataProto
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.distributed import init_process_group
+from verl.utils.metrics import MetricSet, mmax, mmean
+from verl.utils.seeding import derive_seed, set_seed
+from verl.utils.tokenizer import load_tokenizer
+from verl.workers.engine.base import MicroBatching, TrainEngine
+from verl.workers.losses import actor_loss, critic_loss
+from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.batch import batch_from_completions, requests_from_batch
+from verl.workers.sharding_manager import WeightSync
+
+logger = logging.getLogger(__name__)
+
+POLICY = frozenset({"log_probs"})
+POLICY_AND_ENTROPY = frozenset({"log_probs", "entropys"})
+VALUES = frozenset({"values"})
+
+
+class RoleWorker(Worker):
+    """What all roles share: device, process group, seeds, engines by name, checkpoints.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+        seed: seed of the run; every random choice of the worker derives from it.
+        timeout_s: how long a collective may wait for the other workers.
+    """
+
+    #: external packages that a user names in ``model.external_lib`` register plug-ins when imported
+    def __init__(self, *, device: str, seed: int, timeout_s: float, external_lib: str | None = None) -> None:
+        super().__init__()
+        import importlib
+
+        for module in filter(None, (external_lib or "").split(",")):
+            importlib.import_module(module.strip())
+        self.device = device
+        self.seed = seed
+        init_process_group(device, timeout_s)
+        # the same seed on every rank: a fresh value head must start alike everywhere
+        set_seed(derive_seed(seed, "worker"))
+
+    @abstractmethod
+    def make_engine(
+        self,
+        model: ModelConfig,
+        fsdp: FSDPConfig,
+        optim: OptimConfig | None,
+        *,
+        head: str,
+        checkpoint: CheckpointConfig | None = None,
+    ) -> TrainEngine:
+        """Construct (not build) the training engine of this backend."""
+
+    def join_mesh(self, mesh_name: str, engine: TrainEngine) -> None:
+        """Tell the controller which data-parallel shard this worker computes under ``mesh_name``."""
+        layout = engine.layout
+        self._register_dispatch_collect_info(mesh_name, dp_rank=layout.dp_rank, is_collect=layout.is_output_rank)
+
+    def memory_metrics(self, engine: TrainEngine) -> MetricSet:
+        """Peak memory of this process so far, the largest over ranks after the merge."""
+        stats = engine.memory()
+        gib = 1 / 2**30
+        return MetricSet(
+            {
+                "perf/max_memory_allocated_gb": mmax(stats.max_allocated * gib),
+                "perf/max_memory_reserved_gb": mmax(stats.max_reserved * gib),
+                "perf/cpu_memory_used_gb": mmax(stats.host_used * gib),
+                # Linux counts in KiB
+                "perf/cpu_memory_peak_gb": mmax(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 * gib),
+            }
+        )
+
+    def run_update(
+        self,
+        engine: TrainEngine,
+        batch: TensorDict,
+        *,
+        prefix: str,
+        loss: Any,
+        mini_batch_size: int,
+        epochs: int,
+        micro: MicroBatching,
+        temperature: float = 1.0,
+    ) -> MetricSet:
+        """Run ``epochs`` passes of mini-batch updates over this worker's shard.
+
+        The controller has arranged the batch so that the i-th mini-batch of all workers together is the i-th
+        global mini-batch. Reported numbers are means over the updates; the learning rate advances once a step.
+
+        Args:
+            batch: this worker's rows, a multiple of ``mini_batch_size``.
+            mini_batch_size: rows per update on this worker.
+        """
+        started = time.perf_counter()
+        updates = [
+            batch[start : start + mini_batch_size]
+            for _ in range(epochs)
+            for start in range(0, len(batch), mini_batch_size)
+        ]
+        metrics = MetricSet()
+        for index, mini_batch in enumerate(updates):
+            step = engine.train_batch(
+                mini_batch,
+                loss,
+                want=loss.want,
+                micro=micro,
+                temperature=temperature,
+                advance_lr=index == len(updates) - 1,
+            )
+            for name, metric in step.items():
+                full = name if "/" in name else f"{prefix}/{name}"
+                as_mean = metric if metric.reduction in ("min", "max") else mmean(metric.value, 1.0)
+                metrics.merge({full: as_mean})
+        logger.debug("%s: %d updates in %.2f s", prefix, len(updates), time.perf_counter() - started)
+        return metrics.merge(self.memory_metrics(engine))
+
+
+class ActorRolloutRefWorker(RoleWorker):
+    """Actor, rollout and reference in one process group, sharing the actor's weights.
+
+    Args:
+        config: the ``actor_rollout_ref`` section.
+        role: the parts to hold, joined by ``_``: ``actor``, ``rollout``, ``ref``.
+    """
+
+    PARTS: ClassVar[frozenset[str]] = frozenset({"actor", "rollout", "ref"})
+
+    def __init__(self, config: ActorRolloutRefConfig, role: str = "actor_rollout", **runtime: Any) -> None:
+        super().__init__(external_lib=config.model.external_lib, **runtime)
+        self.config = config
+        self.parts = frozenset(role.split("_"))
+        if not self.parts <= self.PARTS or ("rollout" in self.parts and "actor" not in self.parts):
+            raise ConfigError(f"role={role!r}: expected actor, actor_rollout, actor_rollout_ref or ref")
+        self.actor: TrainEngine | None = None
+        self.ref: TrainEngine | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the model and build the engines of this worker's parts. Collective."""
+        config = self.config
+        if "actor" in self.parts:
+            actor = config.actor
+            self.actor = self.make_engine(
+                config.model,
+                actor.fsdp_config,
+                actor.optim,
+                head="lm",
+                checkpoint=actor.checkpoint,
+            )
+            self.actor.build()
+            self.join_mesh("actor", self.actor)
+            self.actor_loss = actor_loss(actor)
+        if "rollout" in self.parts:
+            assert self.actor is not None
+            self.rollout = get_rollout_class(config.rollout.name)(config.model, config.rollout, device=self.device)
+            self.weight_sync = WeightSync(
+                self.actor, self.rollout, bucket_bytes=config.rollout.update_weights_bucket_megabytes << 20
+            )
+            self.join_mesh("rollout", self.actor)
+        if "ref" in self.parts:
+            self.ref = self.make_engine(
+                config.model, config.ref.fsdp_config, None, head="lm"
+            )
+            self.ref.build()
+            self.join_mesh("ref", self.ref)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Sample one response per row.
+
+        Args:
+            prompts: ``input_ids``, ``attention_mask`` (B,P) left-padded and ``sample_index`` (B,);
+                ``meta_info`` holds ``step`` and ``validate``.
+
+        Returns:
+            The rollout fields of the schema for the same rows.
+        """
+        config = self.config.rollout
+        meta = prompts.meta_info
+        requests = requests_from_batch(
+            prompts, config, seed=self.seed, step=meta["step"], validate=meta.get("validate", False)
+        )
+
+        async def run() -> list[Any]:
+            await self.rollout.wake()
+            try:
+                return await self.rollout.generate_many(requests)
+            finally:
+                if config.free_cache_engine:
+                    await self.rollout.sleep()
+
+        completions = asyncio.run(run())
+        return batch_from_completions(prompts, completions, config.response_length, self.rollout.pad_token_id)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """``old_log_probs`` and ``entropys`` (B,R) of the actor, without gradients."""
+        assert self.actor is not None
+        with self.actor.resident(optimizer=False):
+            out = self.actor.forward(
+                data.batch,
+                POLICY_AND_ENTROPY,
+                micro=MicroBatching(*self.config.rollout.log_prob_micro_batch()),
+                temperature=self.config.rollout.temperature,
+            )
+        return DataProto.from_dict({"old_log_probs": out["log_probs"].cpu(), "entropys": out["entropys"].cpu()})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """``ref_log_prob`` (B,R) of the reference model, without gradients."""
+        assert self.ref is not None
+        with self.ref.resident(optimizer=False):
+            out = self.ref.forward(
+                data.batch,
+                POLICY,
+                micro=MicroBatching(*self.config.ref.log_prob_micro_batch()),
+                temperature=self.config.rollout.temperature,
+            )
+        return DataProto.from_dict({"ref_log_prob": out["log_probs"].cpu()})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), auto_padding=False)
+    def update_actor(self, data: DataProto) -> MetricSet:
+        """Run all mini-batch updates of a step on this worker's rows."""
+        assert self.actor is not None
+        config: ActorConfig = self.config.actor
+        rows = config.ppo_mini_batch_size * self.config.rollout.n // self.actor.layout.dp_size
+        with self.actor.resident(optimizer=True):
+            metrics = self.run_update(
+                self.actor,
+                data.batch,
+                prefix="actor",
+                loss=self.actor_loss,
+                mini_batch_size=rows,
+                epochs=config.ppo_epochs,
+                micro=MicroBatching(*config.micro_batch()),
+                temperature=self.config.rollout.temperature,
+            )
+        return metrics
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Hand the actor's weights to the rollout as policy ``version``; returns the transfer's metrics."""
+        assert self.actor is not None
+        with self.actor.resident(optimizer=False):
+            return self.weight_sync.sync(version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str) -> None:
+        """Write the actor's checkpoint into directory ``path``. Collective."""
+        assert self.actor is not None
+        self.actor.save(Path(path), frozenset(self.config.actor.checkpoint.save_contents))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """Restore the actor from directory ``path``. Collective."""
+        assert self.actor is not None
+        self.actor.load(Path(path), frozenset(self.config.actor.checkpoint.load_contents))
+
+
+class CriticWorker(RoleWorker):
+    """The value model.
+
+    Args:
+        config: the ``critic`` section.
+        rollout_n: samples per prompt, because ``ppo_mini_batch_size`` counts prompts.
+    """
+
+    def __init__(self, config: CriticConfig, rollout_n: int = 1, **runtime: Any) -> None:
+        super().__init__(external_lib=config.model.external_lib, **runtime)
+        self.config = config
+        self.rollout_n = rollout_n
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the backbone, add the value head and build the engine. Collective."""
+        config = self.config
+        self.engine = self.make_engine(
+            config.model,
+            config.fsdp_config,
+            config.optim,
+            head="value",
+            checkpoint=config.checkpoint,
+        )
+        self.engine.build()
+        self.join_mesh("critic", self.engine)
+        self.loss = critic_loss(config)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"))
+    def compute_values(self, data: DataProto) -> DataProto:
+        """``values`` (B,R): the value before each response token, without gradients."""
+        config = self.config
+        with self.engine.resident(optimizer=False):
+            out = self.engine.forward(
+                data.batch,
+                VALUES,
+                micro=MicroBatching(*config.forward_micro_batch()),
+            )
+        return DataProto.from_dict({"values": out["values"].cpu()})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"), auto_padding=False)
+    def update_critic(self, data: DataProto) -> MetricSet:
+        """Run all mini-batch updates of a step on this worker's rows."""
+        config = self.config
+        rows = config.ppo_mini_batch_size * self.rollout_n // self.engine.layout.dp_size
+        with self.engine.resident(optimizer=True):
+            metrics = self.run_update(
+                self.engine,
+                data.batch,
+                prefix="critic",
+                loss=self.loss,
+                mini_batch_size=rows,
+                epochs=config.ppo_epochs,
+                micro=MicroBatching(*config.micro_batch()),
+            )
+        return metrics
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str) -> None:
+        """Write the critic's checkpoint into directory ``path``. Collective."""
+        self.engine.save(Path(path), frozenset(self.config.checkpoint.save_contents))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """Restore the critic from directory ``path``. Collective."""
+        self.engine.load(Path(path), frozenset(self.config.checkpoint.load_contents))
+
+
+class RewardModelWorker(RoleWorker):
+    """A sequence-classification model that scores responses.
+
+    The conversation is written with the reward model's own chat template and tokens: its vocabulary and format
+    need not be the policy's.
+
+    Args:
+        config: the ``reward_model`` section.
+        policy_tokenizer_path: tokenizer that decodes the policy's responses.
+        max_length: longest conversation in the reward model's tokens.
+    """
+
+    def __init__(self, config: RewardModelConfig, policy_tokenizer_path: str, max_length: int, **runtime: Any) -> None:
+        super().__init__(external_lib=config.model.external_lib, **runtime)
+        self.config = config
+        self.max_length = config.max_length or max_length
+        model = config.model
+        self.tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+        self.policy_tokenizer = load_tokenizer(policy_tokenizer_path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the model and build the engine. Collective."""
+        config = self.config
+        self.engine = self.make_engine(config.model, config.fsdp_config, None, head="classifier")
+        self.engine.build()
+        self.join_mesh("reward_model", self.engine)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward_model"))
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        """``rm_scores`` (B,R): the model's score of each conversation, on the last token of the response.
+
+        Args:
+            data: ``responses``, ``response_mask`` (B,R), ``attention_mask`` and the chat ``raw_prompt`` (B,).
+        """
+        batch = data.batch
+        width = batch["responses"].shape[1]
+        present = batch["attention_mask"][:, -width:].bool()
+        texts = [
+            self.policy_tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)
+            for row, keep in zip(batch["responses"], present, strict=True)
+        ]
+        chats = [
+            [*prompt, {"role": "assistant", "content": text}]
+            for prompt, text in zip(data.non_tensor_batch["raw_prompt"], texts, strict=True)
+        ]
+        with self.engine.resident(optimizer=False):
+            scores = self.engine.forward(
+                self._tokenize(chats), frozenset({"scores"}), micro=MicroBatching(*self.config.micro_batch())
+            )["scores"].cpu()
+        rm_scores = torch.zeros_like(present, dtype=torch.float32)
+        has_token = batch["response_mask"].bool().any(-1)
+        # the last token that the policy itself made; an empty response has none and keeps 0
+        last = (batch["response_mask"].bool() * torch.arange(1, width + 1)).argmax(-1)
+        rows = torch.nonzero(has_token).flatten()
+        rm_scores[rows, last[rows]] = scores[rows]
+        return DataProto.from_dict({"rm_scores": rm_scores})
+
+    def _tokenize(self, chats: list[list[dict[str, str]]]) -> TensorDict:
+        """Conversations as left-padded rows; too long ones lose their beginning, since the response is judged."""
+        rows = [
+            self.tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)[-self.max_length :]
+            for chat in chats
+        ]
+        width = max(map(len, rows))
+        input_ids = torch.full((len(rows), width), self.tokenizer.pad_token_id, dtype=torch.int64)
+        attention_mask = torch.zeros_like(input_ids)
+        for i, row in enumerate(rows):
+            input_ids[i, width - len(row) :] = torch.tensor(row)
+            attention_mask[i, width - len(row) :] = 1
+        return TensorDict(
+            {
+                "input_ids": input_ids,
+                "attention_mask": attention_mask,
+                "position_ids": (attention_mask.cumsum(-1) - 1).clamp_(min=0),
+                # the whole conversation counts: the engine cuts batches by it
+                "response_mask": attention_mask[:, 1:],
+            },
+            batch_size=[len(rows)],
+        )
