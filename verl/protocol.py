@@ -26,7 +26,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from verl import envs
-from verl.errors import DataError, SchemaError
+from verl.errors import DataError, SchemaError, WorkerError
 from verl.utils.metrics import Metric, MetricSet
 from verl.utils.transport import array_of, pack, tensor_of
 
@@ -39,6 +39,7 @@ __all__ = [
     "DataProtoItem",
     "all_gather_data_proto",
     "deserialize_tensordict",
+    "fetch_references",
     "list_of_dict_to_dict_of_list",
     "pad_dataproto_to_divisor",
     "serialize_tensordict",
@@ -575,19 +576,23 @@ class DataProto:
             raise DataError("concat of no parts: the fields of the result would be unknown")
         meta = _merge_meta([part.meta_info for part in parts])
         with_fields = [part for part in parts if part._field_names()] or parts[:1]
-        if any(len(part) for part in parts if part not in with_fields):
+        if any(len(part) for part in parts if not part._field_names()):
             raise SchemaError("concat: a part has rows but no fields")
         first = with_fields[0]
         for number, part in enumerate(with_fields[1:], start=1):
-            if part._field_names() != first._field_names():
-                difference = ", ".join(sorted(part._field_names() ^ first._field_names()))
+            difference = (part._tensor_names() ^ first._tensor_names()) | (
+                part.non_tensor_batch.keys() ^ first.non_tensor_batch.keys()
+            )
+            if difference:
                 raise SchemaError(
-                    f"concat: parts 0 and {number} do not have the same fields; only one has {difference}"
+                    f"concat: parts 0 and {number} do not have the same fields; they differ in "
+                    f"{', '.join(sorted(difference))}"
                 )
         batch = None
         if first.batch is not None:
+            tensor_dicts = [part.batch for part in with_fields if part.batch is not None]
             batch = TensorDict(
-                {name: _cat_field(name, [part.batch[name] for part in with_fields]) for name in first.batch.keys()},  # noqa: SIM118
+                {name: _cat_field(name, [tensors[name] for tensors in tensor_dicts]) for name in first.batch.keys()},  # noqa: SIM118
                 batch_size=[sum(len(part) for part in with_fields), *first.batch.batch_size[1:]],
             )
         arrays = {
@@ -738,7 +743,7 @@ def split_with_padding(data: DataProto, chunks: int, auto_padding: bool | None =
             f"{rows} rows do not divide over {chunks} ranks and padding is off here, because copies of rows would "
             "change the result; choose a batch size that divides"
         )
-    padded, missing = pad_dataproto_to_divisor(data, chunks)
+    padded, _ = pad_dataproto_to_divisor(data, chunks)
     shards = padded.chunk(chunks)
     size = len(padded) // chunks
     for number, shard in enumerate(shards):
@@ -857,6 +862,8 @@ def _union_meta(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str,
 
 def _cat_field(name: str, values: Sequence[Any]) -> Any:
     first = values[0]
+    if isinstance(first, TensorDictBase):
+        return torch.cat(list(values))
     for number, value in enumerate(values[1:], start=1):
         if value.dtype != first.dtype or value.shape[1:] != first.shape[1:]:
             raise SchemaError(
@@ -1084,7 +1091,7 @@ class DataProtoFuture:
         Raises:
             WorkerError: a worker failed.
         """
-        values = (self._fetch or _fetch)(self.futures)
+        values = (self._fetch or fetch_references)(self.futures)
         joined = self.collect_fn(values)
         return joined if self.dispatch_fn is None else self.dispatch_fn(joined)
 
@@ -1117,12 +1124,25 @@ def _part_of(data: DataProto, index: int, chunks: int, auto_padding: bool | None
     return split_with_padding(data, chunks, auto_padding)[index]
 
 
-def _fetch(futures: Sequence[Any]) -> list[Any]:
-    """Values of references, wherever this process is."""
-    references = [future for future in futures if not isinstance(future, Completed)]
+def fetch_references(references: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
+    """Values of references of any kind, in any process.
+
+    Args:
+        references: Ray object references and :class:`Completed` values.
+        timeout_s: how long to wait for Ray.
+
+    Raises:
+        WorkerError: the worker that should have made a value failed; the first in the list is reported.
+    """
+    pending = [reference for reference in references if not isinstance(reference, Completed)]
     values: Iterator[Any] = iter(())
-    if references:
+    if pending:
         import ray
 
-        values = iter(ray.get(references))
-    return [future.value if isinstance(future, Completed) else next(values) for future in futures]
+        try:
+            values = iter(ray.get(pending, timeout=timeout_s))
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, WorkerError):
+                raise error.cause from None
+            raise
+    return [reference.value if isinstance(reference, Completed) else next(values) for reference in references]

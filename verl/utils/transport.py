@@ -26,14 +26,11 @@ from tensordict import TensorDict, TensorDictBase
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
-def _without_numpy_equivalent() -> dict[torch.dtype, torch.dtype]:
-    """Torch dtypes that NumPy lacks -> an integer dtype of the same size to view them as."""
-    two = {torch.bfloat16}
-    one = {getattr(torch, name) for name in dir(torch) if name.startswith("float8_")}
-    return {dtype: torch.int16 for dtype in two} | {dtype: torch.uint8 for dtype in one}
-
-
-_VIEW_AS = _without_numpy_equivalent()
+#: torch dtypes that NumPy lacks -> an integer dtype of the same size to view them as
+_VIEW_AS: dict[torch.dtype, torch.dtype] = {
+    torch.bfloat16: torch.int16,
+    **dict.fromkeys([getattr(torch, name) for name in dir(torch) if name.startswith("float8_")], torch.uint8),
+}
 
 
 #: id -> (object, its replacement)

@@ -208,7 +208,7 @@ class CallRule:
     @property
     def rank_zero_only(self) -> bool:
         """Whether rank 0 alone runs."""
-        return self.execute_mode == Execute.RANK_ZERO or self.dispatch_mode == Dispatch.RANK_ZERO
+        return bool(self.execute_mode == Execute.RANK_ZERO or self.dispatch_mode == Dispatch.RANK_ZERO)
 
 
 def register(

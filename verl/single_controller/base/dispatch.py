@@ -150,7 +150,8 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[
     """Dispatch over one axis of a mesh of ranks, for models that are split in more ways than by data.
 
     The ranks of one data-parallel group get the same shard; the shard's result comes from the rank that said
-    ``is_collect``. The workers tell their place with ``_register_dispatch_collect_info(mesh_name, dp_rank, is_collect)``.
+    ``is_collect``. The workers tell their places with
+    ``self._register_dispatch_collect_info(mesh_name, dp_rank, is_collect)``.
 
     Args:
         mesh_name: name of the mesh; one role may register several.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from verl.protocol import Completed, DataProtoFuture
+from verl.protocol import Completed, DataProtoFuture, fetch_references
 
 
 def resolve(result: Any, timeout_s: float | None = None) -> Any:
@@ -17,18 +17,14 @@ def resolve(result: Any, timeout_s: float | None = None) -> Any:
         timeout_s: how long to wait for Ray references.
 
     Raises:
-        WorkerError: a worker failed. One raised by Ray for a bare reference is a ``WorkerError``, too.
+        WorkerError: a worker failed.
     """
     if isinstance(result, DataProtoFuture):
         return result.get()
-    if isinstance(result, Completed):
-        return result.value
-    if is_ray_reference(result):
-        import ray
-
-        return ray.get(result, timeout=timeout_s)
-    if isinstance(result, list) and any(is_reference(item) or isinstance(item, DataProtoFuture) for item in result):
-        return [resolve(item, timeout_s) for item in result]
+    if is_reference(result):
+        return fetch_references([result], timeout_s)[0]
+    if isinstance(result, list) and result and all(map(is_reference, result)):
+        return fetch_references(result, timeout_s)
     return result
 
 

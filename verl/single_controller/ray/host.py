@@ -73,7 +73,7 @@ class WorkerHost:
         for role, class_with_args in roles.items():
             try:
                 self._verl_roles[role] = class_with_args()
-            except Exception as error:  # noqa: BLE001 - boundary to user code; reported with its traceback
+            except Exception as error:
                 raise self._verl_error(role, "__init__", error) from error
             self._verl_classes[role] = class_with_args.cls
 
@@ -92,7 +92,9 @@ class WorkerHost:
             if inspect.iscoroutine(result):
                 result = self._verl_run(result)
             return pack(result)
-        except Exception as error:  # noqa: BLE001 - boundary to user code; reported with its traceback
+        except WorkerError:
+            raise  # of a worker that this one waited for: the origin is what helps
+        except Exception as error:
             raise self._verl_error(_verl_role, _verl_method, error) from error
 
     def _verl_run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
