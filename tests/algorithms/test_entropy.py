@@ -10,7 +10,9 @@ from verl.algorithms.entropy import compute_entropy_loss, entropy_from_logits
 
 
 def test_known_distributions() -> None:
-    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [math.log(3.0), 0.0, -math.inf, -math.inf], [50.0, -50.0, -50.0, -50.0]])
+    logits = torch.tensor(
+        [[0.0, 0.0, 0.0, 0.0], [math.log(3.0), 0.0, -math.inf, -math.inf], [50.0, -50.0, -50.0, -50.0]]
+    )
     expected = [math.log(4), -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)), 0.0]
     assert entropy_from_logits(logits).tolist() == pytest.approx(expected, abs=1e-6)
     assert entropy_from_logits(logits + 123.0).tolist() == pytest.approx(expected, abs=1e-4)

@@ -24,9 +24,7 @@ def token(ratio: float, advantage: float, **kwargs: float) -> tuple[float, float
     """The loss of one token with this ratio and advantage."""
     new = torch.tensor([[math.log(ratio)]], dtype=torch.float64)
     a = torch.tensor([[advantage]], dtype=torch.float64)
-    return tuple(
-        x.item() for x in compute_policy_loss(torch.zeros_like(new), new, a, torch.ones(1, 1), 0.2, **kwargs)
-    )
+    return tuple(x.item() for x in compute_policy_loss(torch.zeros_like(new), new, a, torch.ones(1, 1), 0.2, **kwargs))
 
 
 @pytest.mark.parametrize(

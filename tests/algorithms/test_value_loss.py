@@ -46,9 +46,9 @@ def test_matches_numpy_in_pieces_with_garbage_outside_the_mask(mode: str) -> Non
     x = poison(vpreds, mask).requires_grad_()
     info = {"dp_size": 2, **counts(mask), "loss_scale_factor": 7}
     pieces = [
-        compute_value_loss(
-            x[a:b], poison(returns, mask)[a:b], poison(values, mask)[a:b], mask[a:b], 0.5, mode, **info
-        )[0]
+        compute_value_loss(x[a:b], poison(returns, mask)[a:b], poison(values, mask)[a:b], mask[a:b], 0.5, mode, **info)[
+            0
+        ]
         for a, b in ((0, 2), (2, 6))
     ]
     total = torch.stack(pieces).sum()

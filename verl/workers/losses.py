@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from tensordict import TensorDict
@@ -30,37 +30,7 @@ if TYPE_CHECKING:
     from verl.config import ActorConfig, CriticConfig
     from verl.workers.engine.base import GlobalBatchInfo
 
-Batch = TensorDict | Mapping[str, Tensor]
-
-
-class ConfigView:
-    """A sealed configuration section with one more entry, ``global_batch_info``.
-
-    Registered policy losses read the counts of the mini-batch from their ``config`` argument, yet the section is
-    sealed and shared. The view reads through to it, by attribute or :meth:`get`.
-    """
-
-    def __init__(self, section: Any, global_batch_info: Mapping[str, Any]) -> None:
-        self._section = section
-        self.global_batch_info = dict(global_batch_info)
-
-    def __getattr__(self, name: str) -> Any:  # only for names that are not attributes of the view itself
-        if name.startswith("__") or name == "_section":
-            raise AttributeError(name)
-        return getattr(self._section, name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The entry ``name``, or ``default``."""
-        return getattr(self, name, default)
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return getattr(self, name)
-        except AttributeError:
-            raise KeyError(name) from None
-
-    def __contains__(self, name: str) -> bool:
-        return hasattr(self, name)
+Batch: TypeAlias = TensorDict | Mapping[str, Tensor]
 
 
 def _counts(info: GlobalBatchInfo, loss_scale_factor: float | None) -> dict[str, Any]:
@@ -145,7 +115,7 @@ class ActorLoss:
             keep_masked(batch["advantages"], mask),
             mask,
             config.loss_agg_mode,
-            ConfigView(config, counts),
+            config.with_batch_info(counts),  # plug-ins find the counts there, as config.global_batch_info
             **extra,
         )
         losses: dict[str, Tensor] = {"actor/pg_loss": loss}

@@ -14,11 +14,14 @@ from verl.algorithms.registry import call_estimator, get_adv_estimator_fn
 from verl.algorithms.settings import setting
 from verl.errors import SchemaError
 from verl.protocol import DataProto
+from verl.trainer.ppo.fields import tensors_of
 
 
 def compute_response_mask(data: DataProto) -> Tensor:
     """Response mask ``(B, R)`` of single-turn responses: the end of ``attention_mask`` ``(B, S)``."""
-    return data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
+    tensors = tensors_of(data)
+    mask: Tensor = tensors["attention_mask"][:, -tensors["responses"].shape[1] :]
+    return mask
 
 
 def apply_kl_penalty(
@@ -43,13 +46,13 @@ def apply_kl_penalty(
         SchemaError: a field is missing.
     """
     needed = ("token_level_scores", "old_log_probs", "ref_log_prob", "response_mask")
-    missing = [name for name in needed if name not in data.batch]
+    batch = tensors_of(data)
+    missing = [name for name in needed if name not in batch]
     if missing:
         raise SchemaError(
             f"the KL penalty in the reward needs {', '.join(missing)}, which the batch lacks; `ref_log_prob` comes "
             "from a reference policy, which algorithm.use_kl_in_reward=True starts"
         )
-    batch = data.batch
     mask = batch["response_mask"]
     kl = kl_estimate(keep_masked(batch["old_log_probs"], mask), keep_masked(batch["ref_log_prob"], mask), kl_penalty)
     coefficient = kl_ctrl.value
@@ -72,12 +75,19 @@ def compute_advantage(
 
     Raises:
         ConfigError: unknown estimator.
-        SchemaError: the batch lacks a field.
+        SchemaError: the batch lacks a field, or the estimator returned something of another shape.
     """
     fn = get_adv_estimator_fn(adv_estimator if adv_estimator is not None else setting(config, "adv_estimator", "gae"))
-    fields: dict[str, Any] = {**data.non_tensor_batch, **dict(data.batch.items())}
-    whole = {"batch": data.batch, "non_tensor_batch": data.non_tensor_batch}
+    batch = tensors_of(data)
+    fields: dict[str, Any] = {**data.non_tensor_batch, **dict(batch.items())}
+    whole = {"batch": batch, "non_tensor_batch": data.non_tensor_batch}
     advantages, returns = call_estimator(fn, fields, config, settings=settings, whole=whole)
-    data.batch["advantages"] = advantages
-    data.batch["returns"] = returns
+    shape = batch["response_mask"].shape
+    for name, value in (("advantages", advantages), ("returns", returns)):
+        if value.shape != shape:
+            raise SchemaError(
+                f"advantage estimator {fn.__name__} returned {name} of shape {tuple(value.shape)}; both results must "
+                f"have the shape of response_mask, {tuple(shape)}"
+            )
+        batch[name] = value.float()
     return data

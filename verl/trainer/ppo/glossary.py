@@ -15,7 +15,8 @@ GLOSSARY: dict[str, str] = {
     "critic/returns/{mean|max|min}": "Return of a response token, the critic's target.",
     "critic/values/{mean|max|min}": "Value that the critic gave a response token before its update.",
     "critic/vf_explained_var": (
-        "1 - Var(returns - values) / Var(returns) over response tokens: 1 is perfect, 0 no better than a constant."
+        "Explained variance of the returns, 1 - Var(returns - values) / Var(returns) over response tokens: 1 is "
+        "perfect, 0 no better than a constant."
     ),
     "response_length/{mean|max|min}": "Tokens of a response, tool output included.",
     "response_length/clip_ratio": "Share of responses as long as the response limit.",
@@ -29,12 +30,15 @@ GLOSSARY: dict[str, str] = {
     "global_seqlen/minmax_diff": "Difference between the most and the fewest tokens of a rank without balancing.",
     "global_seqlen/{balanced_min|balanced_max}": "Fewest and most tokens of a rank after balancing.",
     "global_seqlen/mean": "Mean tokens of a rank.",
+    "reward/{errors|timeouts|abstained}": "Responses for which the reward function raised, ran too long, or abstained.",
+    "reward/empty_responses": "Responses without a token to put a reward on.",
     # updates
     "critic/vf_loss": "Clipped value loss over the global mini-batch, averaged over the step's mini-batches.",
     "critic/vf_clipfrac": "Share of response tokens for which the clipped value error was the larger one.",
     "critic/vpred_mean": "Mean value prediction per response token during the update.",
-    "{actor|critic}/grad_norm": "Norm of the gradient before clipping.",
-    "{actor|critic}/lr": "Learning rate.",
+    "{actor|critic|train}/grad_norm": "Norm of the gradient before clipping, over all parameters.",
+    "{actor|critic|train}/lr": "Learning rate.",
+    "{actor|critic|train}/skipped_steps": "Updates left out because their gradient was not finite.",
     "actor/pg_loss": "Policy loss over the global mini-batch, averaged over the step's mini-batches.",
     "actor/pg_clipfrac": "Share of response tokens for which the clipped ratio gave the larger loss.",
     "actor/pg_clipfrac_lower": (
@@ -46,7 +50,12 @@ GLOSSARY: dict[str, str] = {
     "actor/kl_coef": "Coefficient of the KL loss.",
     "actor/reward_kl_penalty": "Mean KL to the reference per response token as used in the reward, in nats.",
     "actor/reward_kl_penalty_coeff": "Coefficient of the KL penalty in the reward, as used for this batch.",
-    "train/loss": "Supervised loss: mean negative log-likelihood per trained token, in nats.",
+    "{train|val}/loss": "Supervised loss: mean negative log-likelihood per trained token, in nats.",
+    # hand-over of weights from training to generation
+    "weight_sync/version": "Version of the weights that generation now uses: the step that made them.",
+    "weight_sync/seconds": "Wall time of the hand-over in seconds.",
+    "weight_sync/{copied|shared}_mb": "Weights handed over by copy, and without one, in MiB.",
+    "weight_sync/buckets": "Pieces that the weights were handed over in.",
     # run
     "training/{global_step|epoch}": "Where the training stands.",
     "training/rollout_probs_diff_{mean|max|std}": (
@@ -64,7 +73,8 @@ GLOSSARY: dict[str, str] = {
     "perf/time_per_step": "Wall time of the step in seconds.",
     "perf/throughput": "Prompt and response tokens per second and device.",
     "perf/max_memory_{allocated|reserved}_gb": "Most accelerator memory of any worker, in GiB.",
-    "perf/cpu_memory_used_gb": "Host memory in use, in GiB.",
+    "perf/cpu_memory_used_gb": "Most host memory that a worker process uses at the end of its update, in GiB.",
+    "perf/cpu_memory_peak_gb": "Most host memory that a worker process has used so far, in GiB.",
     "perf/mfu/{actor|critic}": "Achieved share of the device's peak FLOP/s during the update.",
     # validation
     "val-{core|aux}/<data_source>/<variable>/mean@<N>": "Mean over a prompt's N samples, averaged over prompts.",

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
+from verl.trainer.ppo.fields import tensors_of
 from verl.trainer.ppo.glossary import GLOSSARY, describe, undocumented
 from verl.trainer.ppo.validation_metrics import process_validation_metrics
 from verl.utils.metrics import Metric, MetricSet
@@ -51,8 +52,9 @@ def _stats(prefix: str, values: Tensor) -> dict[str, float]:
 
 def _lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
     """Prompt and response lengths ``(B,)``; a response's length counts tool output too."""
-    width = batch.batch["responses"].shape[-1]
-    attention = batch.batch["attention_mask"].bool()
+    tensors = tensors_of(batch)
+    width = tensors["responses"].shape[-1]
+    attention = tensors["attention_mask"].bool()
     return attention[:, :-width].sum(-1), attention[:, -width:].sum(-1)
 
 
@@ -72,7 +74,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         ``response_length/*``, ``response_length_non_aborted/*``, ``response/aborted_ratio``, ``prompt_length/*``,
         ``num_turns/*``, ``tool_call_counts/*`` and ``training/rollout_probs_diff_*``.
     """
-    tensors = batch.batch
+    tensors = tensors_of(batch)
     mask = tensors["response_mask"].bool()
     prompt_length, response_length = _lengths(batch)
     present = response_length > 0
@@ -136,8 +138,8 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
         ``timing_s/<phase>`` for every phase; ``timing_per_token_ms/<phase>`` for ``gen`` (per sampled token) and for
         ``old_log_prob, ref, values, adv, update_critic, update_actor`` (per prompt or response token).
     """
-    tokens = dict.fromkeys(_PHASES_OVER_ALL_TOKENS, int(batch.batch["attention_mask"].bool().sum()))
-    tokens["gen"] = int(batch.batch["response_mask"].bool().sum())
+    tokens = dict.fromkeys(_PHASES_OVER_ALL_TOKENS, int(tensors_of(batch)["attention_mask"].bool().sum()))
+    tokens["gen"] = int(tensors_of(batch)["response_mask"].bool().sum())
     metrics = {f"timing_s/{phase}": float(seconds) for phase, seconds in timing_raw.items()}
     for phase, count in tokens.items():
         if phase in timing_raw and count > 0:
@@ -156,7 +158,7 @@ def compute_throughput_metrics(batch: DataProto, timing_raw: Mapping[str, float]
     Returns:
         ``perf/total_num_tokens``, ``perf/time_per_step``, ``perf/throughput``.
     """
-    tokens = int(batch.batch["attention_mask"].bool().sum())
+    tokens = int(tensors_of(batch)["attention_mask"].bool().sum())
     seconds = float(timing_raw["step"])
     metrics = {"perf/total_num_tokens": float(tokens), "perf/time_per_step": seconds}
     if seconds > 0 and n_devices > 0:
