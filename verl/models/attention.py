@@ -365,8 +365,8 @@ def _eager(
     if eager is None:
         extra = sorted(n for n, value in kwargs.items() if value is not None and n not in _NEUTRAL_KWARGS)
         raise ConfigError(
-            f"{type(module).__name__} asks its attention for {extra} and has no eager_attention_forward to fall back on; "
-            'set model.override_config.attn_implementation to an implementation of the model, for example "eager"'
+            f"{type(module).__name__} asks its attention for {extra} and has no eager_attention_forward to fall back "
+            'on; set model.override_config.attn_implementation to an implementation of the model, for example "eager"'
         )
     extra_args = dict(kwargs)
     if scaling is not None:

@@ -139,9 +139,9 @@ class ClassifierModel(HeadModel):
         self._check(want)
         states = self.hidden_states(layout)
         if layout.rows == 0:
-            return {"scores": _anchor(self.model.score(states[:1])).expand(0)}
+            return {"scores": _anchor(self.model.score(states[:1])).expand(0).clone()}
         scores = self.model.score(states.index_select(0, layout.last_index)).float()
-        return {"scores": scores[:, 0] if scores.shape[1] == 1 else scores}
+        return {"scores": scores[:, 0].clone() if scores.shape[1] == 1 else scores}
 
 
 HEADS: dict[str, type[HeadModel]] = {"lm": PolicyModel, "value": ValueModel, "classifier": ClassifierModel}
@@ -149,10 +149,11 @@ HEADS: dict[str, type[HeadModel]] = {"lm": PolicyModel, "value": ValueModel, "cl
 
 def _place(layout: RowLayout, results: dict[str, Tensor]) -> dict[str, Tensor]:
     """(N,) results into (B,R). Without any response token the zeros still hang on the graph."""
-    if layout.out_index.numel():
+    if not layout.empty:
         return {name: layout.scatter(values) for name, values in results.items()}
+    # clone: what a sharded module returns must not be a view
     shape = (layout.rows, layout.response_length)
-    return {name: _anchor(values).expand(shape) for name, values in results.items()}
+    return {name: _anchor(values).expand(shape).clone() for name, values in results.items()}
 
 
 def _anchor(values: Tensor) -> Tensor:

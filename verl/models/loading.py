@@ -8,7 +8,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,11 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.modeling_layers import GenericForTokenClassification
+from transformers.utils import logging as hf_logging
 
 from verl.errors import ConfigError
 from verl.models.attention import IMPLEMENTATION
+from verl.utils.seeding import derive_seed
 
 if TYPE_CHECKING:
     from verl.config import ModelConfig
@@ -70,7 +73,7 @@ def resolve_model_dir(path: str | None, *, use_shm: bool = False) -> Path:
 def _copy_to_shm(directory: Path) -> Path:
     real = directory.resolve()
     stamp = max((item.stat().st_mtime_ns for item in real.iterdir()), default=0)
-    target = _SHM_ROOT / f"{real.name}-{hash_text(f'{real}:{stamp}'):x}"
+    target = _SHM_ROOT / f"{real.name}-{derive_seed(stamp, str(real)):x}"
     if not target.is_dir():
         _SHM_ROOT.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=_SHM_ROOT))
@@ -83,13 +86,6 @@ def _copy_to_shm(directory: Path) -> Path:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     return target
-
-
-def hash_text(text: str) -> int:
-    """A 63-bit hash that is the same in every process."""
-    from verl.utils.seeding import derive_seed
-
-    return derive_seed(0, text)
 
 
 def import_external_lib(names: str | None) -> None:
@@ -117,8 +113,8 @@ def load_hf_config(model_config: ModelConfig) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=model_config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"cannot read a model config in {directory}: {error}; model.path must hold a config.json of a model type that "
-            "Transformers knows (or set model.trust_remote_code=true for one that brings its own code)"
+            f"cannot read a model config in {directory}: {error}; model.path must hold a config.json of a model type "
+            "that Transformers knows (or set model.trust_remote_code=true for one that brings its own code)"
         ) from error
     overrides = dict(model_config.override_config or {})
     overrides.update(overrides.pop("model_config", None) or {})
@@ -151,7 +147,7 @@ def apply_overrides(config: PreTrainedConfig, overrides: Mapping[str, Any], wher
 
 
 def supports_packing(config: PreTrainedConfig) -> bool:
-    """Whether rows without padding give exact results: only attention may mix tokens, and it must be the library's own."""
+    """Whether rows without padding give exact results: attention alone may mix tokens, and it must be our own."""
     text = config.get_text_config()
     if config._attn_implementation != IMPLEMENTATION:
         return False
@@ -216,7 +212,8 @@ def load_classifier(
         raise ConfigError(f"{type(model).__name__} has no linear head named 'score'; use a decoder-style reward model")
     if any(name.startswith("score.") for name in missing):
         logger.warning(
-            "%s has no trained score head; it starts at zero and every score is 0 until it is trained", model_config.path
+            "%s has no trained score head; it starts at zero and every score is 0 until it is trained",
+            model_config.path,
         )
         with torch.no_grad():
             model.score.weight.zero_()
@@ -237,6 +234,20 @@ def _token_classification_class(config: PreTrainedConfig) -> type[PreTrainedMode
     return type(name, (GenericForTokenClassification, family), space)
 
 
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no load report from Transformers; errors still raise."""
+    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if bars:
+            hf_logging.enable_progress_bar()
+
+
 def _from_pretrained(
     model_class: Any,
     model_config: ModelConfig,
@@ -248,14 +259,15 @@ def _from_pretrained(
     directory = resolve_model_dir(model_config.path, use_shm=model_config.use_shm)
     import_external_lib(model_config.external_lib)
     try:
-        model, info = model_class.from_pretrained(
-            directory,
-            config=config,
-            dtype=dtype,
-            attn_implementation=config._attn_implementation,
-            trust_remote_code=model_config.trust_remote_code,
-            output_loading_info=True,
-        )
+        with quiet_transformers():  # missing heads are this module's own business, and every rank would draw a bar
+            model, info = model_class.from_pretrained(
+                directory,
+                config=config,
+                dtype=dtype,
+                attn_implementation=config._attn_implementation,
+                trust_remote_code=model_config.trust_remote_code,
+                output_loading_info=True,
+            )
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load a model from {directory}: {error}") from error
     missing = sorted(info["missing_keys"])

@@ -74,7 +74,7 @@ def token_log_probs(
         (N,) log-probabilities and (N,) entropies or None; both differentiable.
     """
     if temperature <= 0:
-        raise ValueError(f"temperature={temperature} must be positive; log-probabilities at 0 are those of a greedy choice")
+        raise ValueError(f"temperature={temperature} must be positive; at 0 a distribution is a single choice")
     if chunk_numbers is None:
         chunk_numbers = CHUNK_NUMBERS_CPU if hidden.device.type == "cpu" else CHUNK_NUMBERS_DEVICE
     rows = max(1, chunk_numbers // weight.shape[0])

@@ -37,11 +37,12 @@ class RowLayout:
         plan: how packed tokens attend; None when padded.
         predict_index: (N,) positions in the flattened hidden states that predict the N response tokens.
         targets: (N,) those response tokens.
-        out_index: (N,) where the N results belong in the flattened (B, R) output.
+        out_mask: (B, R) bool, where the N results belong, row by row.
         last_index: (B,) position of each row's last token in the flattened hidden states.
         rows: B.
         response_length: R.
         tokens: number of tokens that the model computes.
+        results: N.
     """
 
     input_ids: Tensor
@@ -50,11 +51,12 @@ class RowLayout:
     plan: AttentionPlan | None
     predict_index: Tensor
     targets: Tensor
-    out_index: Tensor
+    out_mask: Tensor
     last_index: Tensor
     rows: int
     response_length: int
     tokens: int
+    results: int
 
     def to(self, device: torch.device) -> RowLayout:
         """The same layout on ``device``."""
@@ -68,7 +70,7 @@ class RowLayout:
                 "attention_mask",
                 "predict_index",
                 "targets",
-                "out_index",
+                "out_mask",
                 "last_index",
             )
         }
@@ -76,8 +78,12 @@ class RowLayout:
 
     def scatter(self, values: Tensor) -> Tensor:
         """(N,) results to (B, R), zero elsewhere; differentiable."""
-        out = values.new_zeros(self.rows * self.response_length)
-        return out.index_copy(0, self.out_index, values).view(self.rows, self.response_length)
+        return values.new_zeros(self.rows, self.response_length).masked_scatter(self.out_mask, values)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no response token at all; the predictors then hold one stand-in."""
+        return self.results == 0
 
 
 def build_layout(
@@ -126,7 +132,7 @@ def build_layout(
             f"response_mask selects token {int(col[bad])} of row {int(row[bad])}, but attention_mask is 0 there or at "
             "the token before it; a token needs a predecessor to be predicted from"
         )
-    out_index = row * response_length + col
+    results = len(row)
     targets = ids[row, predictor + 1]
     last_col = width - 1 - np.argmax(valid[:, ::-1], axis=1)
     every_row = np.arange(rows)
@@ -147,18 +153,19 @@ def build_layout(
             plan=None,
             predict_index=_tensor(predict),
             targets=_tensor(targets),
-            out_index=_tensor(out_index),
+            out_mask=torch.from_numpy(wanted),
             last_index=_tensor(last),
             rows=rows,
             response_length=response_length,
             tokens=rows * kept,
+            results=results,
         )
 
     lengths = valid.sum(1)
     prompt_lengths = valid[:, :prompt_length].sum(1)
     leader = every_row
     if share_prompts and rows > 1:
-        leader = _prompt_leaders(ids[:, :prompt_length], valid[:, :prompt_length], positions[:, :prompt_length])
+        leader = prompt_leaders(ids[:, :prompt_length], valid[:, :prompt_length], positions[:, :prompt_length])
         if int(prompt_lengths[leader != every_row].sum()) < _MIN_SHARED * int(lengths.sum()):
             leader = every_row
     follows = leader != every_row
@@ -184,11 +191,12 @@ def build_layout(
         plan=plan,
         predict_index=_tensor(predict),
         targets=_tensor(targets),
-        out_index=_tensor(out_index),
+        out_mask=torch.from_numpy(wanted),
         last_index=_tensor(np.maximum(where[every_row, last_col], 0)),
         rows=rows,
         response_length=response_length,
         tokens=total,
+        results=results,
     )
 
 
@@ -198,7 +206,8 @@ def _tensor(array: np.ndarray) -> Tensor:
 
 def _dummy_layout(rows: int, response_length: int) -> RowLayout:
     """One token and no result, for a rank that has nothing to do but must run the same collectives as the others."""
-    plan = AttentionPlan([Block(1, 1, 1, 0, 0)], None, None, None, None, None, torch.tensor([0, 1], dtype=torch.int32), 1)
+    edges = torch.tensor([0, 1], dtype=torch.int32)
+    plan = AttentionPlan([Block(1, 1, 1, 0, 0)], None, None, None, None, None, edges, 1)
     zero = torch.zeros(1, dtype=torch.long)
     return RowLayout(
         input_ids=zero[None],
@@ -207,16 +216,21 @@ def _dummy_layout(rows: int, response_length: int) -> RowLayout:
         plan=plan,
         predict_index=zero,
         targets=zero,
-        out_index=zero[:0],
+        out_mask=torch.zeros((rows, response_length), dtype=torch.bool),
         last_index=torch.zeros(rows, dtype=torch.long),
         rows=rows,
         response_length=response_length,
         tokens=1,
+        results=0,
     )
 
 
-def _prompt_leaders(ids: np.ndarray, valid: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """For each row the first row with the same prompt."""
+def prompt_leaders(ids: np.ndarray, valid: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """For each row the number of the first row with the same prompt.
+
+    Args:
+        ids, valid, positions: (B, P) prompt tokens, which of them are real, and their position ids.
+    """
     clean = np.ascontiguousarray(np.where(valid, ids, -1))
     first: dict[bytes, int] = {}
     leader = np.array([first.setdefault(text.tobytes(), number) for number, text in enumerate(clean)], dtype=np.int64)
@@ -288,9 +302,7 @@ def _plan_attention(
         # Backwards, so that of several copies of a shared token the first one is read.
         unpad[q_slots[real][::-1]] = slot_numbers[real][::-1]
         whole = not first.any()
-        blocks.append(
-            Block(len(rows), q_len, k_len, q_at, k_at, None if whole else _tensor(q_positions))
-        )
+        blocks.append(Block(len(rows), q_len, k_len, q_at, k_at, None if whole else _tensor(q_positions)))
         q_parts.append(q_slots.reshape(-1))
         k_parts.append(k_slots.reshape(-1))
         q_at += q_slots.size

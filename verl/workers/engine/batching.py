@@ -7,6 +7,7 @@ their own rule in a fixed order.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl.errors import SchemaError
+from verl.errors import DataError, SchemaError
+from verl.models.packing import prompt_leaders
 from verl.utils.metrics import MetricSet
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, plan_micro_batches
 from verl.workers.engine.base import GlobalBatchInfo, MicroBatching
@@ -43,9 +45,10 @@ def as_tensordict(batch: TensorDict | Mapping[str, Tensor]) -> TensorDict:
     Raises:
         SchemaError: a field that every engine reads is missing.
     """
-    missing = [name for name in REQUIRED_FIELDS if name not in batch.keys()]
+    present = set(batch.keys())
+    missing = [name for name in REQUIRED_FIELDS if name not in present]
     if missing:
-        raise SchemaError(f"the batch lacks {missing}; it has {sorted(batch.keys())}")
+        raise SchemaError(f"the batch lacks {missing}; it has {sorted(present)}")
     if isinstance(batch, TensorDict):
         return batch
     tensors = dict(batch)
@@ -53,18 +56,25 @@ def as_tensordict(batch: TensorDict | Mapping[str, Tensor]) -> TensorDict:
 
 
 def plan_batch(
-    batch: TensorDict, micro: MicroBatching, *, dp_size: int = 1, group: dist.ProcessGroup | None = None
+    batch: TensorDict,
+    micro: MicroBatching,
+    *,
+    share_prompts: bool = False,
+    dp_size: int = 1,
+    group: dist.ProcessGroup | None = None,
 ) -> BatchPlan:
     """Decide the micro-batches and count the mini-batch, in one collective.
 
     Args:
         batch: this rank's rows.
         micro: the rule.
+        share_prompts: rows with equal prompts will share its tokens: keep them in one micro-batch if it holds them,
+            and count the prompt once.
         dp_size: number of data-parallel ranks.
         group: their process group; not used when ``dp_size`` is 1.
 
     Raises:
-        ValueError: a row has more tokens than ``micro.max_tokens``. Raised on every rank, so that none waits.
+        DataError: a row has more tokens than ``micro.max_tokens``. Raised on every rank, so that none waits.
     """
     response_mask = batch["response_mask"] != 0
     rows = int(response_mask.shape[0])
@@ -76,7 +86,7 @@ def plan_batch(
     if micro.max_tokens is not None:
         lengths = (batch["attention_mask"] != 0).sum(-1).tolist()
         try:
-            parts = plan_micro_batches(lengths, micro.max_tokens)
+            parts = _plan_tokens(batch, lengths, micro.max_tokens, share_prompts)
         except ValueError as error:
             problem = str(error)
     else:
@@ -84,8 +94,7 @@ def plan_batch(
         parts = [list(range(start, min(start + size, rows))) for start in range(0, rows, size)]
     count = len(parts)
     if dp_size > 1:
-        device = batch["input_ids"].device if dist.get_backend(group) != "gloo" else torch.device("cpu")
-        mine = torch.tensor([tokens, active, count, int(bool(problem))], dtype=torch.int64, device=device)
+        mine = torch.tensor([tokens, active, count, int(bool(problem))], dtype=torch.int64)
         everyone = [torch.empty_like(mine) for _ in range(dp_size)]
         dist.all_gather(everyone, mine, group=group)
         numbers = torch.stack(everyone).tolist()
@@ -96,9 +105,35 @@ def plan_batch(
         if wanted > count and not problem:
             parts = _spread(parts, lengths, rows, wanted)
     if problem:
-        raise ValueError(problem)
+        raise DataError(problem)
     info = GlobalBatchInfo(dp_size=dp_size, batch_num_tokens=tokens, global_batch_size=active)
     return BatchPlan(parts or [[]], info)
+
+
+def _plan_tokens(batch: TensorDict, lengths: list[int], max_tokens: int, share_prompts: bool) -> list[list[int]]:
+    """Micro-batches of at most ``max_tokens`` tokens, near-equal in size."""
+    if not share_prompts or len(lengths) < 2:
+        return plan_micro_batches(lengths, max_tokens)
+    prompt_width = batch["input_ids"].shape[1] - batch["response_mask"].shape[1]
+    ids, valid, positions = (
+        batch[name][:, :prompt_width].cpu().numpy() for name in ("input_ids", "attention_mask", "position_ids")
+    )
+    valid = valid != 0
+    prompt_lengths = valid.sum(1).tolist()
+    units: list[list[int]] = []
+    costs: list[int] = []
+    open_unit: dict[int, int] = {}  # first row of a prompt -> its unit that still takes rows
+    for row, first in enumerate(prompt_leaders(ids, valid, positions).tolist()):
+        unit = open_unit.get(first)
+        extra = lengths[row] - prompt_lengths[row]
+        if unit is not None and costs[unit] + extra <= max_tokens:
+            units[unit].append(row)
+            costs[unit] += extra
+        else:
+            open_unit[first] = len(units)
+            units.append([row])
+            costs.append(lengths[row])
+    return [sorted(row for unit in part for row in units[unit]) for part in plan_micro_batches(costs, max_tokens)]
 
 
 def _spread(parts: list[list[int]], lengths: list[int], rows: int, wanted: int) -> list[list[int]]:
@@ -114,7 +149,7 @@ def take_rows(batch: TensorDict, part: list[int], rows: int) -> TensorDict:
     """The rows of one micro-batch; a view where they are consecutive."""
     if len(part) == rows and part == list(range(rows)):
         return batch
-    if part and part[-1] - part[0] + 1 == len(part) and all(b - a == 1 for a, b in zip(part, part[1:], strict=False)):
+    if part and part[-1] - part[0] + 1 == len(part) and all(b - a == 1 for a, b in itertools.pairwise(part)):
         return batch[part[0] : part[-1] + 1]
     return batch[torch.tensor(part, dtype=torch.long)]
 
@@ -136,7 +171,9 @@ def join_rows(pieces: list[dict[str, Tensor]], parts: list[list[int]], rows: int
     return joined
 
 
-def reduce_metrics(pieces: Iterable[MetricSet], *, dp_size: int = 1, group: dist.ProcessGroup | None = None) -> MetricSet:
+def reduce_metrics(
+    pieces: Iterable[MetricSet], *, dp_size: int = 1, group: dist.ProcessGroup | None = None
+) -> MetricSet:
     """Combine micro-batches, then ranks in rank order; every rank returns the same numbers."""
     mine = MetricSet.merged(pieces)
     if dp_size == 1:

@@ -12,18 +12,24 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from verl.errors import ConfigError
 from verl.models.heads import HEADS, HeadModel
-from verl.models.loading import has_dropout, load_causal_lm, load_classifier, load_hf_config, load_value_model, supports_packing
+from verl.models.loading import (
+    has_dropout,
+    load_causal_lm,
+    load_classifier,
+    load_hf_config,
+    load_value_model,
+    supports_packing,
+)
 from verl.models.packing import RowLayout, build_layout
 from verl.utils.device import device_memory_stats, empty_cache, get_torch_device
 from verl.utils.distributed import get_rank, get_world_size, init_process_group
 from verl.utils.metrics import MetricSet, mmean, msum
 from verl.workers.engine import state
 from verl.workers.engine.base import GlobalBatchInfo, LossFn, MemoryStats, MicroBatching, ParallelLayout, TrainEngine
-from verl.workers.engine.batching import as_tensordict, join_rows, plan_batch, reduce_metrics, take_rows
+from verl.workers.engine.batching import BatchPlan, as_tensordict, join_rows, plan_batch, reduce_metrics, take_rows
 from verl.workers.engine.schedules import LRSchedule
 from verl.workers.engine.sharding import (
     Precision,
@@ -91,7 +97,7 @@ class FSDPEngine(TrainEngine):
     # ---- construction -------------------------------------------------------------------------------------------
 
     def build(self) -> None:
-        """Load, shard, and make the optimizer. Every rank reads the model directory itself: no rank waits for another."""
+        """Load, shard, make the optimizer. Every rank reads the model directory itself: no rank waits for another."""
         world = get_world_size()
         if world > 1:
             self.device = init_process_group(self._device_kind())
@@ -107,7 +113,6 @@ class FSDPEngine(TrainEngine):
             logger.warning("%s cannot run without padding; rows are padded instead", type(config).__name__)
         self.share_prompts = not has_dropout(config)
         hf_model = _LOADERS[self.head](self.model_config, dtype=self.precision.master, hf_config=config)
-        hf_model.config.use_cache = False
         if self.optim_config is None:
             hf_model.requires_grad_(False)
         elif self.model_config.enable_gradient_checkpointing:
@@ -154,7 +159,7 @@ class FSDPEngine(TrainEngine):
     ) -> dict[str, Tensor]:
         rows_of = as_tensordict(batch)
         rows = rows_of["input_ids"].shape[0]
-        plan = plan_batch(rows_of, micro, dp_size=self.layout.dp_size, group=None)
+        plan = self._plan(rows_of, micro)
         pieces: list[dict[str, Tensor]] = []
         with self.resident(optimizer=False), torch.no_grad():
             self.module.eval()
@@ -179,7 +184,7 @@ class FSDPEngine(TrainEngine):
             raise ConfigError("this engine was made without an optimizer and only evaluates; give it optim_config")
         rows_of = as_tensordict(batch)
         rows = rows_of["input_ids"].shape[0]
-        plan = plan_batch(rows_of, micro, dp_size=self.layout.dp_size, group=None)
+        plan = self._plan(rows_of, micro)
         pieces: list[MetricSet] = []
         with self.resident(optimizer=True):
             self.module.train()
@@ -198,7 +203,7 @@ class FSDPEngine(TrainEngine):
                 self.optimizer.step()
             else:
                 logger.warning(
-                    "gradient norm is %s at step %d: the parameters stay as they are; look at the loss's metrics and inputs",
+                    "gradient norm is %s at step %d: parameters stay as they are; look at the inputs of the loss",
                     norm,
                     self.step,
                 )
@@ -219,13 +224,17 @@ class FSDPEngine(TrainEngine):
         layout = self._layout(rows)
         with self._saved_activations():
             outputs = self.module(layout, want, temperature)
-            if rows.batch_size[0] == 0:  # nothing to learn from, but the collectives of the backward pass need this rank
+            if rows.batch_size[0] == 0:  # nothing to learn, but the collectives of the backward pass need this rank
                 sum(value.sum() for value in outputs.values()).backward()
                 return MetricSet()
             rows = rows if rows.device in (None, self.device) or self.device.type == "cpu" else rows.to(self.device)
             value, metrics = loss(outputs, rows, info)
         value.backward()
         return metrics
+
+    def _plan(self, batch: TensorDict, micro: MicroBatching) -> BatchPlan:
+        share = self.packed and self.share_prompts
+        return plan_batch(batch, micro, share_prompts=share, dp_size=self.layout.dp_size)
 
     def _layout(self, rows: TensorDict) -> RowLayout:
         layout = build_layout(
@@ -338,4 +347,4 @@ def _compile_dense_parts(layers: list[nn.Module]) -> None:
                 child.compile(dynamic=True)
 
 
-__all__ = ["DTensor", "FSDPEngine"]
+__all__ = ["FSDPEngine"]

@@ -37,8 +37,8 @@ class LRSchedule:
         if warmup < 0:
             if config.lr_warmup_steps_ratio > 0 and not total:
                 raise ConfigError(
-                    f"optim.lr_warmup_steps_ratio={config.lr_warmup_steps_ratio} is a part of the total number of steps, "
-                    "which is not known; set optim.total_training_steps or optim.lr_warmup_steps"
+                    f"optim.lr_warmup_steps_ratio={config.lr_warmup_steps_ratio} is a part of the total number of "
+                    "steps, which is not known; set optim.total_training_steps or optim.lr_warmup_steps"
                 )
             warmup = int(config.lr_warmup_steps_ratio * total)
         self.warmup = warmup

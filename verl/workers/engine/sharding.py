@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -80,7 +81,7 @@ def decoder_layers(model: PreTrainedModel, class_names: list[str]) -> list[nn.Mo
     names = set(class_names) or set(model._no_split_modules or ())
     found = [module for module in model.modules() if type(module).__name__ in names]
     if not found and not class_names:
-        found = [m for m in getattr(model.base_model, "layers", [])]
+        found = list(getattr(model.base_model, "layers", []))
     if not found:
         raise ConfigError(
             f"no module of {type(model).__name__} is a {sorted(names) or 'decoder layer'}; set "
@@ -113,7 +114,7 @@ def shard_model(
     # A rank may leave a parameter without gradient (no token for an expert): it must still join the reduction.
     model.set_reduce_scatter_unused_params(True)
     if config.forward_prefetch:
-        for layer, following in zip(layers, layers[1:], strict=False):
+        for layer, following in itertools.pairwise(layers):
             layer.set_modules_to_forward_prefetch([following])
     return model
 
@@ -158,7 +159,6 @@ def clip_grad_norm(
     else:
         square = torch.zeros((), dtype=torch.float64, device=device)
     if shard_group is not None:
-        square = square.to("cpu" if dist.get_backend(shard_group) == "gloo" else device)
         dist.all_reduce(square, group=shard_group)
     norm = float(square.sqrt())
     finite = norm < float("inf")  # false for nan too

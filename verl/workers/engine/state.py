@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +26,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from verl.errors import CheckpointError
-from verl.models.loading import resolve_model_dir
+from verl.models.loading import quiet_transformers, resolve_model_dir
 from verl.utils.seeding import get_rng_state, set_rng_state
-from verl.workers.engine.sharding import whole_tensor
 
 if TYPE_CHECKING:
     from verl.workers.engine.fsdp import FSDPEngine
@@ -63,13 +63,15 @@ def save(engine: FSDPEngine, path: Path, contents: frozenset[str]) -> None:
     """
     _check_contents(contents)
     if "optimizer" in contents and engine.optimizer is None:
-        raise CheckpointError("the optimizer cannot be saved: this engine only evaluates; leave it out of save_contents")
+        raise CheckpointError("this engine only evaluates and has no optimizer to save; drop it from save_contents")
     rank, world = engine.layout.rank, engine.layout.world_size
 
     def write_local() -> None:
         path.mkdir(parents=True, exist_ok=True)
         if rank == 0:
             (path / MARKER).unlink(missing_ok=True)
+            for part in ("model", "optimizer"):  # of an earlier save
+                shutil.rmtree(path / part, ignore_errors=True)
         if "extra" in contents:
             (path / "extra").mkdir(exist_ok=True)
             torch.save(_encode_rng(get_rng_state()), path / "extra" / f"rng_rank_{rank}.pt")
@@ -127,12 +129,12 @@ def load(engine: FSDPEngine, path: Path, contents: frozenset[str]) -> None:
     def check() -> None:
         marker.update(read_marker(path))
         if marker["head"] != engine.head:
-            raise CheckpointError(f"{path} holds a model with a {marker['head']!r} head, this engine has {engine.head!r}")
+            raise CheckpointError(f"{path} has a {marker['head']!r} head, this engine a {engine.head!r} head")
         lacking = sorted(contents - set(marker["contents"]))
         if lacking:
             raise CheckpointError(
-                f"{path} holds {marker['contents']} and not {lacking}; drop them from checkpoint.load_contents or choose "
-                "another checkpoint"
+                f"{path} holds {marker['contents']} and not {lacking}; drop them from checkpoint.load_contents or "
+                "choose another checkpoint"
             )
         strict = engine.checkpoint_config is None or engine.checkpoint_config.strict
         if "model" in contents:
@@ -154,7 +156,7 @@ def load(engine: FSDPEngine, path: Path, contents: frozenset[str]) -> None:
                 stored = torch.load(path / "extra" / f"rng_rank_{rank}.pt", weights_only=True)
                 set_rng_state(_decode_rng(stored))
             else:
-                logger.info("%s was written by %d ranks, now %d: random states start anew", path, marker["world_size"], world)
+                logger.info("%s: random states of %d ranks do not fit %d", path, marker["world_size"], world)
 
         _on_all_ranks(world, f"read {path / 'extra'}", read_extra)
 
@@ -175,7 +177,7 @@ def read_marker(path: Path) -> dict[str, Any]:
             "choose another"
         ) from error
     if marker.get("format") != FORMAT_VERSION:
-        raise CheckpointError(f"{path} has checkpoint format {marker.get('format')!r}; this version reads {FORMAT_VERSION}")
+        raise CheckpointError(f"{path} has format {marker.get('format')!r}; this version reads {FORMAT_VERSION}")
     return marker
 
 
@@ -213,16 +215,17 @@ def _materialise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def export_hf(engine: FSDPEngine, target: Path) -> None:
-    """Write the model as Transformers' ``from_pretrained`` reads it. Collective; rank 0 holds the whole model on the host."""
+    """Write the model as ``from_pretrained`` reads it. Collective; rank 0 holds the whole model on the host."""
     rank, world = engine.layout.rank, engine.layout.world_size
     whole: dict[str, Tensor] = {}
     for name, tensor in engine.named_tensors():
         if rank == 0:
-            whole[name] = tensor.cpu().clone() if tensor.device.type == "cpu" else tensor.cpu()
+            whole[name] = tensor.cpu()  # on CPU the live parameter itself: read before anything changes it
 
     def write() -> None:
         if rank == 0:
-            engine.module.model.save_pretrained(target, state_dict=whole)
+            with quiet_transformers():
+                engine.module.model.save_pretrained(target, state_dict=whole)
 
     _on_all_ranks(world, f"write {target}", write)
 
@@ -249,11 +252,11 @@ def _check_names(directory: Path, wanted: set[str], strict: bool) -> None:
     try:
         stored = _stored_names(directory)
     except Exception as error:  # any damage of the file shows up as some other exception
-        raise CheckpointError(f"{directory} cannot be read ({error}); the checkpoint is damaged, choose another") from error
+        raise CheckpointError(f"{directory} is damaged ({error}); choose another checkpoint") from error
     missing, extra = sorted(wanted - stored), sorted(stored - wanted)
     if not missing and not extra:
         return
-    text = f"{directory} does not fit the model: {len(missing)} parameters missing {missing[:3]}, {len(extra)} unknown {extra[:3]}"
+    text = f"{directory} lacks {len(missing)} parameters {missing[:3]} and has {len(extra)} unknown ones {extra[:3]}"
     if strict:
         raise CheckpointError(f"{text}; use the model it was saved from, or checkpoint.strict=false to load what fits")
     logger.warning("%s; loading what fits", text)
@@ -261,8 +264,10 @@ def _check_names(directory: Path, wanted: set[str], strict: bool) -> None:
 
 def _dcp(function: Callable[..., Any], tensors: dict[str, Any], directory: Path, world: int, verb: str) -> None:
     try:
-        # Without other ranks no process group is needed, whether or not there is one.
-        function(tensors, checkpoint_id=str(directory), no_dist=world == 1)
+        with warnings.catch_warnings():
+            # Without other ranks no process group is needed, and that is no news.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            function(tensors, checkpoint_id=str(directory), no_dist=world == 1)
     except Exception as error:  # the library raises its own, pickle's and the file system's
         raise CheckpointError(f"cannot {verb} {directory}: {error}") from error
 
@@ -273,7 +278,7 @@ def _on_all_ranks(world: int, what: str, action: Callable[[], None]) -> None:
     cause: Exception | None = None
     try:
         action()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - told to all ranks and raised again below
         cause = error
         problem = str(error) if isinstance(error, CheckpointError) else f"cannot {what}: {error}"
     if world > 1:
@@ -288,7 +293,8 @@ def _encode_rng(state: dict[str, Any]) -> dict[str, Any]:
     """Only tensors, numbers and text, so that reading it back runs no code."""
     kind, keys, position, has_gauss, gauss = state["numpy"]
     encoded = dict(state)
-    encoded["numpy"] = [kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), int(position), int(has_gauss), float(gauss)]
+    words = torch.from_numpy(np.asarray(keys, dtype=np.int64))
+    encoded["numpy"] = [kind, words, int(position), int(has_gauss), float(gauss)]
     version, internal, cached = state["python"]
     encoded["python"] = [version, list(internal), cached]
     return encoded
@@ -299,4 +305,4 @@ def _decode_rng(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "numpy": (kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss)}
 
 
-__all__ = ["copy_companions", "export_hf", "load", "optimizer_tensors", "read_marker", "save", "whole_tensor"]
+__all__ = ["copy_companions", "export_hf", "load", "optimizer_tensors", "read_marker", "save"]
