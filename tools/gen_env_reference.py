@@ -26,8 +26,8 @@ def render() -> str:
         lines.append(f"| `{var.name}` | {var.kind} | {default} | {var.doc} |")
     lines += [
         "",
-        "Worker processes inherit these variables from the process that starts the run. Besides them, process groups",
-        "read `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT`, which Ray workers and `torchrun` set.",
+        "Worker processes inherit these variables from the process that starts the run. Process groups also read",
+        "`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT`, which Ray workers and `torchrun` set.",
     ]
     return "\n".join(lines) + "\n"
 
