@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -190,8 +190,7 @@ class HFRolloutEngine(RolloutEngine):
             self._forget_all()
             raise
 
-    @torch.inference_mode()
-    def _advance(self) -> Iterator[FinishedSequence] | list[FinishedSequence]:
+    def _advance(self) -> list[FinishedSequence]:
         finished: list[FinishedSequence] = []
         groups = self.scheduler.admit(self.runner.running, self.runner.columns_needed)
         if groups:

@@ -87,6 +87,7 @@ class BatchRunner:
         """Columns that the cache has to span for the sequences in the batch."""
         return self._longest if self._live else 0
 
+    @torch.inference_mode()
     def admit(self, groups: Seq[PromptGroup]) -> list[FinishedSequence]:
         """Prefill the groups' prompts, sample their first tokens; returns sequences that end with it."""
         if not self._live:
@@ -116,6 +117,7 @@ class BatchRunner:
         settings = self._settings.rows(start_row, live) if start_row else self._settings
         return self._take_tokens(joined, settings, start_row, live)
 
+    @torch.inference_mode()
     def step(self) -> list[FinishedSequence]:
         """Compute one more token for every row; returns the sequences that ended."""
         column, live, first = self._column, len(self.rows), self._first_column
@@ -137,6 +139,7 @@ class BatchRunner:
             self._compact()
         return finished
 
+    @torch.inference_mode()
     def abort(self, unwanted: Callable[[Sequence], bool]) -> list[FinishedSequence]:
         """End sequences now, with the tokens they have."""
         rows = [row for row, sequence in enumerate(self.rows) if sequence is not None and unwanted(sequence)]

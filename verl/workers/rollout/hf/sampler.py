@@ -185,7 +185,7 @@ def inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Ten
     block = _first_above(edges, target)
     inside = blocks[torch.arange(batch, device=weights.device), block].cumsum(dim=-1, dtype=torch.float64)
     start = torch.where(block > 0, edges.gather(1, (block - 1).clamp(min=0).unsqueeze(1)).squeeze(1), 0.0)
-    return block * _BLOCK + _first_above(inside, target - start), total
+    return (block * _BLOCK + _first_above(inside, target - start)).clamp_(max=size - 1), total
 
 
 def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -195,7 +195,8 @@ def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor
     """
     last = cumulative[:, -1]
     target = torch.minimum(target, torch.nextafter(last, torch.zeros_like(last)))
-    return torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
+    index = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
+    return index.clamp_(max=cumulative.shape[1] - 1)  # only NaN gets past the end; the caller reports it
 
 
 def _gather(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,188 @@
+"""What every rollout engine must do. A new engine adds itself to ``ENGINES`` and passes the same tests."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.workers.rollout.helpers import make_engine, make_model, random_prompts, reference_logits, weights_of
+from verl.errors import RolloutError, WeightSyncError
+from verl.workers.rollout import ROLLOUT_ENGINES
+from verl.workers.rollout.base import (
+    Completion,
+    GenerationRequest,
+    RolloutEngine,
+    SamplingParams,
+    run_blocking,
+)
+
+ENGINES: dict[str, Callable[[torch.nn.Module, Path], RolloutEngine]] = {"hf": make_engine}
+EOS = 2
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return make_model("qwen2", spread=2.0)
+
+
+@pytest.fixture(params=sorted(ENGINES))
+def engine(request: pytest.FixtureRequest, model: torch.nn.Module, tmp_path: Path) -> RolloutEngine:
+    return ENGINES[request.param](model, tmp_path)
+
+
+async def update(
+    engine: RolloutEngine, weights: Iterable[tuple[str, torch.Tensor]], version: int, *, live: bool = True
+) -> None:
+    await engine.begin_update(version)
+    for item in weights:  # one tensor a bucket
+        await engine.load([item], live=live)
+    await engine.end_update()
+
+
+@pytest.fixture
+def ready(engine: RolloutEngine, model: torch.nn.Module) -> RolloutEngine:
+    run_blocking(update(engine, weights_of(model).items(), 7))
+    return engine
+
+
+def requests(prompts: list[list[int]], **sampling: object) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(prompt, SamplingParams(**{"max_tokens": 8, "seed": number, **sampling}), f"r{number}")  # type: ignore[arg-type]
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def expected_log_probs(model: torch.nn.Module, prompt: list[int], completion: Completion) -> torch.Tensor:
+    logits = reference_logits(model, prompt, completion.token_ids)
+    return logits.log_softmax(-1)[torch.arange(len(completion.token_ids)), torch.tensor(completion.token_ids)]
+
+
+def test_every_registered_engine_is_tested_here() -> None:
+    assert set(ENGINES) == set(ROLLOUT_ENGINES)
+
+
+def test_completions_come_in_order_with_their_log_probs_and_version(
+    ready: RolloutEngine, model: torch.nn.Module
+) -> None:
+    prompts = random_prompts([9, 2, 14, 2])
+    completions = asyncio.run(ready.generate_many(requests(prompts)))
+    assert len(completions) == 4
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert 1 <= len(completion.token_ids) <= 8
+        assert completion.policy_version == 7
+        assert completion.finish_reason == ("stop" if completion.token_ids[-1] == EOS else "length")
+        torch.testing.assert_close(
+            torch.tensor(completion.log_probs), expected_log_probs(model, prompt, completion), atol=1e-5, rtol=0
+        )
+
+
+def test_generate_and_generate_many_agree(ready: RolloutEngine) -> None:
+    batch = requests(random_prompts([9, 2, 14]))
+
+    async def one_by_one() -> list[Completion]:
+        return list(await asyncio.gather(*(ready.generate(request) for request in batch)))
+
+    single = asyncio.run(one_by_one())
+    many = asyncio.run(ready.generate_many(batch))
+    assert [item.token_ids for item in single] == [item.token_ids for item in many]
+
+
+def test_no_requests_give_no_completions(ready: RolloutEngine) -> None:
+    assert asyncio.run(ready.generate_many([])) == []
+
+
+def test_seeds_decide_and_greedy_ignores_them(ready: RolloutEngine) -> None:
+    prompt = random_prompts([6])
+
+    def run(seed: int, temperature: float) -> list[int]:
+        batch = requests(prompt, seed=seed, temperature=temperature, max_tokens=20, ignore_eos=True)
+        return asyncio.run(ready.generate_many(batch))[0].token_ids
+
+    assert run(1, 1.0) == run(1, 1.0)
+    assert run(1, 1.0) != run(2, 1.0)
+    assert run(1, 0.0) == run(2, 0.0)
+
+
+def test_limits_and_stops(ready: RolloutEngine) -> None:
+    prompt = random_prompts([6])
+    free = asyncio.run(ready.generate_many(requests(prompt, max_tokens=30, ignore_eos=True)))[0]
+    assert (len(free.token_ids), free.finish_reason) == (30, "length")
+    stop = free.token_ids[7]
+    batch = requests(prompt, max_tokens=30, ignore_eos=True, stop_token_ids=(stop,))
+    stopped = asyncio.run(ready.generate_many(batch))[0]
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert stopped.finish_reason == "stop"
+    shortest = asyncio.run(ready.generate_many(requests(prompt, max_tokens=1, ignore_eos=True)))[0]
+    assert shortest.token_ids == free.token_ids[:1]
+
+
+def test_new_weights_change_what_is_generated(ready: RolloutEngine, model: torch.nn.Module) -> None:
+    prompt = random_prompts([6])[0]
+    other = make_model("qwen2", seed=5, spread=2.0)
+    run_blocking(update(ready, weights_of(other).items(), 8, live=False))
+    completion = asyncio.run(ready.generate_many(requests([prompt])))[0]
+    assert completion.policy_version == ready.policy_version == 8
+    torch.testing.assert_close(
+        torch.tensor(completion.log_probs), expected_log_probs(other, prompt, completion), atol=1e-5, rtol=0
+    )
+
+
+def test_it_refuses_to_generate_without_complete_weights(engine: RolloutEngine, model: torch.nn.Module) -> None:
+    assert engine.policy_version == -1
+    with pytest.raises(RolloutError):
+        asyncio.run(engine.generate_many(requests([[3]])))
+    with pytest.raises(WeightSyncError):
+        run_blocking(update(engine, list(weights_of(model).items())[:-3], 1))
+    with pytest.raises(RolloutError):
+        asyncio.run(engine.generate_many(requests([[3]])))
+    run_blocking(update(engine, weights_of(model).items(), 1))
+    assert asyncio.run(engine.generate_many(requests([[3]])))[0].token_ids
+
+
+def test_asleep_it_holds_nothing_and_awake_it_continues(ready: RolloutEngine) -> None:
+    batch = requests(random_prompts([6, 3]))
+    first = asyncio.run(ready.generate_many(batch))
+    assert ready.memory().kv_cache > 0
+    run_blocking(ready.sleep())
+    assert ready.memory().kv_cache == 0
+    assert ready.memory().owned_weights == 0
+    with pytest.raises(RolloutError):
+        asyncio.run(ready.generate_many(batch))
+    run_blocking(ready.wake())
+    assert [item.token_ids for item in asyncio.run(ready.generate_many(batch))] == [item.token_ids for item in first]
+
+
+def test_abort_completes_requests_early(ready: RolloutEngine) -> None:
+    async def run() -> Completion:
+        request = GenerationRequest([3, 4], SamplingParams(90, ignore_eos=True, seed=1), "long")
+        task = asyncio.create_task(ready.generate(request))
+        await asyncio.sleep(0.005)
+        await ready.abort(["long"])
+        return await task
+
+    completion = asyncio.run(run())
+    assert completion.finish_reason == "abort"
+    assert len(completion.token_ids) == len(completion.log_probs) < 90
+    assert all(math.isfinite(value) for value in completion.log_probs)
+
+
+def test_checksums_tell_weights_apart(ready: RolloutEngine, model: torch.nn.Module) -> None:
+    mine = asyncio.run(ready.checksums())
+    assert mine == asyncio.run(ready.checksums(weights_of(model)))
+    changed = {name: tensor.detach().clone() for name, tensor in weights_of(model).items()}
+    changed["model.norm.weight"][3] += 1e-6
+    different = asyncio.run(ready.checksums(changed))
+    assert [name for name in mine if mine[name] != different[name]] == ["model.norm.weight"]
+
+
+def test_a_bad_request_is_refused_and_the_next_one_served(ready: RolloutEngine) -> None:
+    with pytest.raises(RolloutError):
+        asyncio.run(ready.generate_many(requests([[]])))
+    with pytest.raises(RolloutError):
+        asyncio.run(ready.generate_many(requests([[10_000]])))
+    assert asyncio.run(ready.generate_many(requests([[3]])))[0].token_ids

@@ -1,0 +1,92 @@
+"""Small models, engines and an independent reference for the rollout tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from tests.models.families import make_config
+from verl.config import ModelConfig, RolloutConfig
+from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
+from verl.workers.rollout.hf.engine import HFRolloutEngine
+
+
+def make_model(family: str | PreTrainedConfig, *, seed: int = 0, spread: float = 6.0) -> torch.nn.Module:
+    """A random model, evaluated by Transformers' plain attention; ``spread`` makes its predictions less uniform."""
+    torch.manual_seed(seed)
+    config = make_config(family) if isinstance(family, str) else family
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(spread)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer.uniform_(0.0, 0.5)
+    return model
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Everything that a checkpoint has, as the live tensors."""
+    return dict(model.state_dict(keep_vars=True))
+
+
+def make_engine(model: torch.nn.Module, directory: Path, **rollout: Any) -> HFRolloutEngine:
+    """An engine of the model's architecture, without weights."""
+    model.config.save_pretrained(directory)
+    rollout.setdefault("dtype", "float32")
+    return HFRolloutEngine(ModelConfig(path=str(directory)), RolloutConfig(**rollout), device="cpu")
+
+
+async def hand_over(engine: HFRolloutEngine, model: torch.nn.Module, version: int = 1, *, live: bool = True) -> None:
+    """Give the engine the model's weights."""
+    await engine.begin_update(version)
+    await engine.load(weights_of(model).items(), live=live)
+    await engine.end_update()
+
+
+def loaded_engine(model: torch.nn.Module, directory: Path, **rollout: Any) -> HFRolloutEngine:
+    """An engine that reads the model's weights in place."""
+    engine = make_engine(model, directory, **rollout)
+    asyncio.run(hand_over(engine, model))
+    return engine
+
+
+def generate(
+    engine: HFRolloutEngine, prompts: Iterable[list[int]], params: SamplingParams | list[SamplingParams]
+) -> list[Completion]:
+    """Serve prompts in one call."""
+    prompts = list(prompts)
+    settings = params if isinstance(params, list) else [params] * len(prompts)
+    requests = [
+        GenerationRequest(prompt, one, f"request-{number}")
+        for number, (prompt, one) in enumerate(zip(prompts, settings, strict=True))
+    ]
+    return asyncio.run(engine.generate_many(requests))
+
+
+def random_prompts(lengths: Iterable[int], vocab: int = 61, seed: int = 1) -> list[list[int]]:
+    """Prompts of the given lengths without special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.no_grad()
+def reference_logits(model: torch.nn.Module, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Logits (T,V) that Transformers gives before each of ``tokens``, from one forward of the whole sequence."""
+    ids = torch.tensor([prompt + tokens])
+    return model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+
+
+def reference_greedy(model: torch.nn.Module, prompt: list[int], max_tokens: int) -> list[int]:
+    """What Transformers' ``generate`` gives for one prompt, up to and including an end-of-sequence token."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, use_cache=True
+    )
+    return out[0, len(prompt) :].tolist()
