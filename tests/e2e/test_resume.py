@@ -47,7 +47,7 @@ def prompts(directory: Path, step: int) -> list[str]:
 
 def test_resume_is_exact(run_training: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
     whole = run_training(*ALGORITHM, f"trainer.rollout_data_dir={tmp_path}/whole")
-    assert len({row["data"]["critic/score/mean"] for row in whole}) == STEPS, "the run must change from step to step"
+    assert len({row["data"]["actor/grad_norm"] for row in whole}) == STEPS, "the run must change from step to step"
     for run, step in enumerate((1, 2, 4), start=2):
         rest = run_training(
             *ALGORITHM,

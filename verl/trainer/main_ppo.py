@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from verl.config import PPOConfig
@@ -32,17 +32,16 @@ class TaskRunner:
 
         self.config = config
         self.device = resolve_device(config.trainer.device)
+        self._at_end = ExitStack()
 
     def run(self) -> None:
-        """Train, or validate only."""
-        trainer = self.build_trainer()
-        try:
+        """Train, or validate only; what was started is ended in any case."""
+        with self._at_end:
+            trainer = self.build_trainer()
             if self.config.trainer.val_only:
                 trainer.validate_only()
             else:
                 trainer.fit()
-        finally:
-            trainer.tracker.finish()
 
     def build_trainer(self) -> RayPPOTrainer:
         """Inputs first, then workers, then the trainer."""
@@ -68,8 +67,10 @@ class TaskRunner:
         # a resume path that does not exist is told now, not after the models are loaded
         checkpoints.find(trainer.resume_mode, trainer.resume_from_path)
         tracker = self.build_tracker(total_steps)
+        self._at_end.callback(tracker.finish)
 
         groups = build_worker_groups(config, self.device, total_steps)
+        self._at_end.callback(groups.shutdown)
         rollout = config.actor_rollout_ref.rollout
         validator = None
         if val_loader is not None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from tensordict import TensorDict
 
 from verl.config import (
@@ -65,6 +66,7 @@ class RoleWorker(Worker):
 
         for module in filter(None, (external_lib or "").split(",")):
             importlib.import_module(module.strip())
+        transformers.utils.logging.disable_progress_bar()
         self.device = device
         self.seed = seed
         init_process_group(device, timeout_s)

@@ -15,12 +15,16 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 @dataclass(frozen=True)
 class WorkerGroups:
-    """The worker groups of a run; an absent role is None. Roles in the same processes share one group's workers."""
+    """The worker groups of a run; an absent role is None. All roles live in the same processes."""
 
     actor_rollout: WorkerGroup
     ref: WorkerGroup | None
     critic: WorkerGroup | None
     reward_model: WorkerGroup | None
+
+    def shutdown(self) -> None:
+        """End the processes."""
+        self.actor_rollout.shutdown()
 
 
 def worker_env(config: PPOConfig, device: str) -> dict[str, str]:
@@ -99,7 +103,7 @@ def _local_groups(config: PPOConfig, device: str, total_steps: int) -> dict[str,
     for name, value in worker_env(config, device).items():
         os.environ.setdefault(name, value)
     classes = role_classes(config, device, total_steps, ClassWithInitArgs)
-    return {name: LocalWorkerGroup(cls, name_prefix=name) for name, cls in classes.items()}
+    return {name: LocalWorkerGroup(cls, role=name) for name, cls in classes.items()}
 
 
 def _ray_groups(config: PPOConfig, device: str, total_steps: int) -> dict[str, WorkerGroup]:
@@ -119,13 +123,11 @@ def _ray_groups(config: PPOConfig, device: str, total_steps: int) -> dict[str, W
     pool = RayResourcePool(
         process_on_nodes=[config.trainer.n_gpus_per_node] * config.trainer.nnodes,
         use_gpu=device == "cuda",
-        name_prefix="train",
         max_colocate_count=1,
     )
     together = RayWorkerGroup(
         resource_pool=pool,
         ray_cls_with_init=create_colocated_worker_cls(classes),
-        name_prefix="train",
         worker_env=worker_env(config, device),
     )
     return together.spawn(prefix_set=classes.keys())
