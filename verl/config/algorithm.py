@@ -47,7 +47,7 @@ class AlgorithmConfig(Config):
     gamma: float = opt(1.0, "Discount per token.", ge=0, le=1)
     lam: float = opt(1.0, "Lambda of GAE.", ge=0, le=1)
     norm_adv_by_std_in_grpo: bool = opt(
-        True, "GRPO: divide by the standard deviation of the group's scores; False is Dr. GRPO."
+        True, "GRPO: divide by the standard deviation of the group's scores; False is the form of Dr-GRPO."
     )
     use_kl_in_reward: bool = opt(False, "Subtract the KL divergence from the reference policy from the reward.")
     kl_penalty: str = opt("kl", "Estimator of the KL divergence in the reward.", choices=KL_PENALTIES)

@@ -11,6 +11,7 @@ import copy
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,11 +42,16 @@ TITLE = "the configuration has problems"
 Values = dict[str, Any]  # dotted path of our key -> value; paths go below the key for dicts with any keys
 
 
+_extra_dir: ContextVar[Path | None] = ContextVar("_extra_dir", default=None)
+
+
 class PresetSearchPath(SearchPathPlugin):
     """Makes the presets (``defaults: [ppo_trainer]``) known to YAML files in other directories."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Append the directory of presets."""
+        """Append ``--config-dir``, if there is one, and the directory of presets."""
+        if (extra := _extra_dir.get()) is not None:
+            search_path.append(provider="command-line", path=f"file://{extra}")
         search_path.append(provider="verl", path=f"file://{PRESETS}")
 
 
@@ -159,11 +165,10 @@ def _compose(
 ) -> tuple[DictConfig, list[Override]]:
     """Return the composed YAML files and the overrides of values, which are still to be applied."""
     directory = find_config_dir(config_path)
+    _extra_dir.set(find_config_dir(config_dir) if config_dir is not None else None)
     Plugins.instance().register(PresetSearchPath)
     with initialize_config_dir(version_base="1.3", config_dir=str(directory)):
         loader = GlobalHydra.instance().config_loader()
-        if config_dir is not None:
-            loader.get_search_path().append("command-line", f"file://{find_config_dir(config_dir)}")
         groups: list[Override] = []
         plain: list[Override] = []
         for override in parsed:
@@ -237,32 +242,40 @@ def _apply(schema: type[Config], overrides: Sequence[Override], values: Values, 
         if not override.is_delete():
             given.extend(_flatten(_plain(override.value()), key))
             continue
-        given = [(k, v) for k, v in given if not _within(resolve_alias(schema.__name__, k), ours)]
-        below = [k for k in values if _within(k, ours)]
+        before = {**values, **{resolve_alias(schema.__name__, k): v for k, v in given}}
         wanted = override.value()
-        if wanted is not None and values.get(ours) != wanted:
-            problems.append(f"~{key}={wanted!r}: the value to delete is {values.get(ours)!r}")
-        if not below and ours not in keys_of(schema):
+        if wanted is not None and before.get(ours) != wanted:
+            problems.append(f"~{key}={wanted!r}: the value to delete is {before.get(ours)!r}")
+        if ours not in keys_of(schema) and not any(_within(k, ours) for k in before):
             problems.append(f"~{key}: there is no such key to delete{_hint(schema, key)}")
-        for k in below:
+        given = [(k, v) for k, v in given if not _within(resolve_alias(schema.__name__, k), ours)]
+        for k in [k for k in values if _within(k, ours)]:
             del values[k]
     last: dict[str, Any] = {}
     for path, value in given:
         if value == {} and any(_within(k, path) for k in last):
             continue  # merging an empty dict changes nothing
         for k in [k for k in last if _within(path, k) or _within(k, path)]:
-            del last[k]  # a value replaces a dict of values and the other way round
+            if k == path or not _refers_to_section(k, last[k], schema):
+                del last[k]  # a value replaces a dict of values and the other way round
         last[path] = value
     for path, value in _canonical(schema, list(last.items()), problems).items():
         if value == {} and any(_within(k, path) for k in values):
             continue
         for k in [k for k in values if _within(k, path) or _within(path, k)]:
-            del values[k]
+            if not _refers_to_section(k, values[k], schema):
+                del values[k]
         values[path] = value
 
 
 def _within(path: str, parent: str) -> bool:
     return path == parent or path.startswith(parent + ".")
+
+
+def _refers_to_section(path: str, value: Any, schema: type[Config]) -> bool:
+    """Return whether a section is set to an interpolation; keys below it may still be given on top."""
+    key = keys_of(schema).get(path)
+    return key is not None and key.kind == "section" and isinstance(value, str) and value.startswith("${")
 
 
 def _plain(value: Any) -> Any:
@@ -283,8 +296,7 @@ def _known(schema: type[Config], values: Values, problems: list[str]) -> Values:
     refused: dict[str, list[str]] = {}
     for path, value in values.items():
         if path in keys:
-            section_reference = isinstance(value, str) and value.startswith("${")
-            if keys[path].kind == "section" and value != {} and not section_reference:
+            if keys[path].kind == "section" and value != {} and not _refers_to_section(path, value, schema):
                 problems.append(
                     f"{path}={value!r}: is a section; set its keys, for example {_first_key(path, keys)}=..."
                 )
@@ -345,8 +357,11 @@ def _build(schema: type[R], accepted: Values, keys: Mapping[str, Key], problems:
         if key.kind == "section":
             continue
         raw = _get(tree, path)
+        if raw == "???":
+            problems.append(f"{path}='???': must be given")
+            continue
         try:
-            value = coerce(_resolve(node, path), key)
+            value = coerce(_resolve(node, path) if "${" in str(raw) else raw, key)
         except TypeError as error:
             problems.append(f"{path}={raw!r}: {error}")
             continue
@@ -391,7 +406,7 @@ def _set(config: Config, path: str, value: Any) -> None:
 
 def _short(error: BaseException) -> str:
     """Return the first line that says something, of the error or its cause."""
-    if isinstance(error, RecursionError):
+    if isinstance(error, RecursionError) or "Recursi" in str(error):
         return "the interpolation refers to itself"
     cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ is not None else error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]

@@ -181,8 +181,9 @@ class PPOConfig(Config):
         trained: list[tuple[str, ActorConfig | CriticConfig]] = [("actor_rollout_ref.actor", arr.actor)]
         if self.use_critic:
             trained.append(("critic", critic))
+        reported: set[str] = set()
         for where, role in trained:
-            yield from batch_problems(
+            found = batch_problems(
                 f"{where}.ppo_mini_batch_size",
                 role.ppo_mini_batch_size,
                 f"{where}.ppo_micro_batch_size_per_gpu",
@@ -192,6 +193,11 @@ class PPOConfig(Config):
                 samples=arr.rollout.n,
                 world=world,
             )
+            for problem in found:
+                path = problem.split("=", 1)[0]
+                if path not in reported:
+                    reported.add(path)
+                    yield problem
         budgets = [
             ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", arr.actor.micro_batch().max_tokens),
             ("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu", arr.rollout.log_prob_micro_batch().max_tokens),

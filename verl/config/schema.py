@@ -90,6 +90,9 @@ def _leaf_names(config: Config, prefix: str = "") -> Iterator[str]:
 def nearest(path: str, known: Mapping[str, Key]) -> list[str]:
     """Return up to three known keys that ``path`` probably means, best first."""
     leaves = [p for p, key in known.items() if key.kind != "section"]
+    above = [p for p in leaves if path.startswith(p + ".")]
+    if above:
+        return above
     suffix = [p for p in leaves if p.endswith("." + path)]
     if suffix:
         return suffix[:3]
