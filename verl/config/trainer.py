@@ -22,9 +22,6 @@ class RunConfig(Config):
     nnodes: int = opt(1, "Nodes.", ge=1)
     n_gpus_per_node: int = opt(8, "GPUs per node; on CPU the number of worker processes.", ge=1)
     device: str = opt("auto", "Device; auto = CUDA where there is a GPU, else CPU.", choices=("auto", "cpu", "cuda"))
-    cpu_threads_per_worker: int | None = opt(
-        None, "Threads of each worker process on CPU; not given = the cores divided by the workers.", ge=1
-    )
     seed: int = opt(1, "Seed of the run; every other seed derives from it.", ge=0)
     save_freq: int = opt(-1, "Save every so many steps and at the end; -1 = never.", ge=-1)
     test_freq: int = opt(-1, "Validate every so many steps and at the end; -1 = never during training.", ge=-1)
@@ -67,6 +64,9 @@ class TrainerConfig(RunConfig):
         "ray",
         "ray = workers are processes on Ray; local = one worker inside the controller, for debugging.",
         choices=("ray", "local"),
+    )
+    cpu_threads_per_worker: int | None = opt(
+        None, "Threads of each worker process on CPU; not given = the cores divided by the workers.", ge=1
     )
     critic_warmup: int = opt(0, "Steps at the start that train only the critic.", ge=0)
     balance_batch: bool = opt(True, "Spread long and short samples evenly over the ranks.")

@@ -76,4 +76,5 @@ def scoring_options(reward: RewardConfig) -> ScoringOptions:
         on_error=reward.on_error,
         on_timeout=reward.on_timeout,
         error_score=reward.error_score,
+        max_failed_fraction=reward.max_failed_fraction,
     )
