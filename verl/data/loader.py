@@ -14,7 +14,7 @@ from verl.errors import CheckpointError, DataError
 from verl.utils.seeding import derive_seed
 
 if TYPE_CHECKING:
-    from verl.config import DataConfig
+    from verl.config import DataConfig, SFTDataConfig
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +23,30 @@ class EpochSampler(Sampler[list[int]]):
     """Batches of row numbers for one epoch, starting at any sample of it.
 
     The order of an epoch depends on (seed, epoch) alone, so that it can be made again without replaying anything.
+
+    Args:
+        size: rows of the data set.
+        batch_size: rows per batch, over all ranks.
+        shuffle: another order in every epoch.
+        seed: seed of the orders.
+        drop_last: leave out a last batch that is not full.
+        rank: this process's rank; it gets every ``world_size``-th row of each batch, possibly none of a short one.
+        world_size: how many processes share each batch.
     """
 
-    def __init__(self, size: int, batch_size: int, *, shuffle: bool, seed: int, drop_last: bool) -> None:
+    def __init__(
+        self,
+        size: int,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
         self.size, self.batch_size, self.shuffle, self.seed, self.drop_last = size, batch_size, shuffle, seed, drop_last
+        self.rank, self.world_size = rank, world_size
         self.epoch = 0
         self.start = 0
 
@@ -42,7 +62,7 @@ class EpochSampler(Sampler[list[int]]):
         for begin in range(self.start, self.size, self.batch_size):
             batch = order[begin : begin + self.batch_size]
             if len(batch) == self.batch_size or not self.drop_last:
-                yield batch
+                yield batch[self.rank :: self.world_size]
 
     def __len__(self) -> int:
         full, rest = divmod(self.size, self.batch_size)
@@ -136,22 +156,27 @@ class ResumableDataLoader(DataLoader):
 
 def create_dataloader(
     dataset: Dataset,
-    config: DataConfig,
+    config: DataConfig | SFTDataConfig,
     *,
     batch_size: int,
     shuffle: bool,
     seed: int,
     drop_last: bool,
     collate: Callable[[list[Any]], Any] = collate_fn,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> ResumableDataLoader:
     """A loader over a data set.
 
     Args:
         dataset: a map-style data set.
         config: the ``data`` section; gives ``dataloader_num_workers``.
-        batch_size: samples per batch.
+        batch_size: samples per batch, over all ranks.
         shuffle: a new order in each epoch, a function of ``seed`` and the epoch.
         drop_last: leave out a last batch that is not full (training); keep it (validation).
+        collate: makes a batch of items.
+        rank: this process's rank among ``world_size`` that share each batch; the state is the same on all of them.
+        world_size: how many processes share each batch.
 
     Raises:
         DataError: ``drop_last`` and fewer samples than one batch.
@@ -163,5 +188,7 @@ def create_dataloader(
         raise DataError(
             f"{size} samples do not fill one batch of {batch_size}; give more data or a smaller data.train_batch_size"
         )
-    sampler = EpochSampler(size, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    sampler = EpochSampler(
+        size, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, rank=rank, world_size=world_size
+    )
     return ResumableDataLoader(dataset, sampler, collate=collate, num_workers=config.dataloader_num_workers or 0)

@@ -318,10 +318,10 @@ class SFTCollator:
         self.length = length
 
     def __call__(self, items: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        longest = max(len(item["input_ids"]) for item in items)
+        longest = max((len(item["input_ids"]) for item in items), default=0)
         length = max(2, longest if self.length is None else self.length)
         batch = {
-            name: torch.stack([_right_padded(item[name], length, fill) for item in items])
+            name: _stack([_right_padded(item[name], length, fill) for item in items], length)
             for name, fill in (
                 ("input_ids", self.pad_token_id),
                 ("attention_mask", 0),
@@ -333,6 +333,11 @@ class SFTCollator:
         batch["responses"] = batch["input_ids"][:, 1:].clone()
         batch["response_mask"] = batch.pop("loss_mask")[:, 1:].clone()
         return batch
+
+
+def _stack(rows: list[torch.Tensor], length: int) -> torch.Tensor:
+    """(B, length); a rank may have no row of a short batch."""
+    return torch.stack(rows) if rows else torch.empty((0, length), dtype=torch.int64)
 
 
 def _right_padded(values: torch.Tensor, length: int, fill: int) -> torch.Tensor:

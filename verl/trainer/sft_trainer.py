@@ -1,0 +1,278 @@
+"""Supervised fine-tuning: the loop, on one process or on several under ``torchrun``."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from verl.checkpoint.manager import CheckpointManager, step_of
+from verl.data.loader import ResumableDataLoader, create_dataloader
+from verl.data.sft_dataset import SFTCollator, create_sft_dataset
+from verl.errors import CheckpointError
+from verl.utils.distributed import all_reduce_numbers, barrier, get_rank, get_world_size, init_process_group
+from verl.utils.metrics import MetricSet
+from verl.utils.seeding import derive_seed, set_seed
+from verl.utils.timing import StepTimer
+from verl.utils.tokenizer import load_tokenizer
+from verl.utils.tracking import Tracking
+from verl.workers.engine.base import MicroBatching, TrainEngine
+from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.losses import sft_loss
+
+if TYPE_CHECKING:
+    from verl.config import SFTConfig
+
+logger = logging.getLogger(__name__)
+
+Batch = Mapping[str, torch.Tensor]
+DATA_FILE = "data.pt"
+EXPORT_DIR = "huggingface"
+
+
+class SFTTrainer:
+    """Trains on demonstrations; every rank runs the same loop on its share of each batch.
+
+    The loss is the mean negative log-likelihood over the wanted tokens of the whole batch, over all ranks, so that it
+    does not depend on how the batch is split.
+
+    Args:
+        config: the whole configuration; read-only.
+        engine: a built engine.
+        train_loader: this rank's share of the training batches.
+        val_loader: this rank's share of the validation batches, or None.
+        total_steps: optimizer steps of the run.
+        tracker: takes the metrics; None on all ranks but the first.
+        checkpoints: finds and writes step directories; None on all ranks but the first.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: SFTConfig,
+        engine: TrainEngine,
+        train_loader: ResumableDataLoader,
+        val_loader: ResumableDataLoader | None,
+        total_steps: int,
+        tracker: Tracking | None,
+        checkpoints: CheckpointManager | None,
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.train_loader = train_loader
+        self.val_loader = val_loader
+        self.total_steps = total_steps
+        self.tracker = tracker
+        self.checkpoints = checkpoints
+        self.micro = MicroBatching(*config.data.micro_batch())
+        self.loss = sft_loss()
+        self.step = 0
+
+    def fit(self) -> dict[str, float]:
+        """Train to the last step, save, export, and return the last step's metrics."""
+        self.load_checkpoint()
+        metrics: dict[str, float] = {}
+        for batch in self._batches():
+            self.step += 1
+            timer = StepTimer()
+            with timer("step"):
+                metrics = self.train_step(batch)
+            if self._due(self.config.trainer.save_freq):
+                with timer("save_checkpoint"):
+                    self.save_checkpoint()
+            if self.val_loader is not None and self._due(self.config.trainer.test_freq):
+                with timer("testing"):
+                    metrics["val/loss"] = self.validate()
+            metrics |= {"training/global_step": float(self.step), "training/epoch": self.epoch, **timer.metrics()}
+            metrics["perf/throughput"] = metrics["train/tokens"] / timer.seconds["step"]
+            if self.tracker is not None:
+                self.tracker.log(metrics, step=self.step)
+        self.export()
+        return metrics
+
+    def train_step(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step; the same numbers on every rank."""
+        result: MetricSet = self.engine.train_batch(batch, self.loss, want=self.loss.want, micro=self.micro)
+        metrics = {
+            name if name.startswith("train/") else f"train/{name}": value
+            for name, value in result.values_by_name().items()
+        }
+        metrics["train/tokens"] = all_reduce_numbers([float(batch["attention_mask"].sum())])[0]
+        return metrics
+
+    def validate(self) -> float:
+        """Mean negative log-likelihood of the wanted validation tokens, over all ranks."""
+        assert self.val_loader is not None
+        total = tokens = 0.0
+        for batch in self.val_loader:
+            log_probs = self.engine.forward(batch, frozenset({"log_probs"}), micro=self.micro)["log_probs"]
+            mask = batch["response_mask"].to(log_probs.device) != 0
+            total -= float(torch.where(mask, log_probs, 0.0).double().sum())
+            tokens += float(mask.sum())
+        total, tokens = all_reduce_numbers([total, tokens])
+        return total / tokens if tokens else 0.0
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the training data so far."""
+        return self.step / len(self.train_loader)
+
+    def _batches(self) -> Iterator[Batch]:
+        while self.step < self.total_steps:
+            for batch in self.train_loader:
+                yield batch
+                if self.step >= self.total_steps:
+                    return
+
+    def _due(self, freq: int) -> bool:
+        return freq > 0 and (self.step % freq == 0 or self.step == self.total_steps)
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self) -> None:
+        """Write ``global_step_N``: visible only when every rank has written its part."""
+        staged = self.checkpoints.begin(self.step) if self.checkpoints is not None else None
+        path = Path(_from_rank_zero(str(staged.path) if staged is not None else None))
+        try:
+            self.engine.save(path, frozenset(self.config.trainer.checkpoint.save_contents))
+            if staged is not None:
+                torch.save(self.train_loader.state_dict(), path / DATA_FILE)
+            barrier()
+        except BaseException:
+            if staged is not None:
+                staged.abort()
+            raise
+        if staged is not None:
+            staged.commit()
+        barrier()
+
+    def load_checkpoint(self) -> None:
+        """Go on from the checkpoint that ``trainer.resume_mode`` chooses, if there is one."""
+        trainer = self.config.trainer
+        found = self.checkpoints.find(trainer.resume_mode, trainer.resume_from_path) if self.checkpoints else None
+        name = _from_rank_zero(str(found) if found is not None else None)
+        if name is None:
+            return
+        path = Path(name)
+        self.engine.load(path, frozenset(trainer.checkpoint.load_contents))
+        if not (path / DATA_FILE).is_file():
+            raise CheckpointError(f"{path} has no {DATA_FILE}, the position in the data; choose another checkpoint")
+        self.train_loader.load_state_dict(torch.load(path / DATA_FILE, weights_only=True))
+        self.step = step_of(path)
+        logger.info("resuming from %s", path)
+
+    def export(self) -> Path:
+        """Write the model as a Hugging Face directory, ``default_local_dir/huggingface``, replacing an older one."""
+        root = Path(self.config.trainer.default_local_dir)
+        staging, final = root / f".{EXPORT_DIR}.new", root / EXPORT_DIR
+        if get_rank() == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        barrier()
+        self.engine.save(staging, frozenset({"hf_model"}))
+        barrier()
+        if get_rank() == 0:
+            shutil.rmtree(final, ignore_errors=True)
+            (staging / EXPORT_DIR).rename(final)
+            shutil.rmtree(staging)
+            logger.info("the trained model is in %s", final)
+        barrier()
+        return final
+
+
+def _from_rank_zero(value: str | None) -> Any:
+    """The first rank's value, on every rank."""
+    if get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def build_trainer(config: SFTConfig) -> SFTTrainer:
+    """Everything that a run needs, from its configuration; joins the process group that ``torchrun`` describes."""
+    config.check_files()
+    device = init_process_group(config.trainer.device, timeout_s=config.trainer.nccl_timeout)
+    rank, world = get_rank(), get_world_size()
+    checkpoints = CheckpointManager.from_config(config.trainer) if rank == 0 else None
+    set_seed(derive_seed(config.trainer.seed, "sft", rank))
+
+    data = config.data
+    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.trust_remote_code)
+    padded = data.pad_mode == "right"
+    collate = SFTCollator(tokenizer.pad_token_id, data.max_length if padded else None)
+    seed = derive_seed(config.trainer.seed, "data") if data.seed is None else data.seed
+
+    def loader(files: list[str], limit: int, *, train: bool) -> ResumableDataLoader:
+        return create_dataloader(
+            create_sft_dataset(files, tokenizer, data, limit),
+            data,
+            batch_size=data.train_batch_size,
+            shuffle=data.shuffle and train,
+            seed=seed,
+            drop_last=train,
+            collate=collate,
+            rank=rank,
+            world_size=world,
+        )
+
+    train_loader = loader(data.train_files, data.train_max_samples, train=True)
+    val_loader = loader(data.val_files, data.val_max_samples, train=False) if data.val_files else None
+    total_steps = config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs
+
+    engine = FSDPEngine(
+        dataclasses.replace(config.model, use_remove_padding=config.model.use_remove_padding and not padded),
+        config.model.fsdp_config,
+        dataclasses.replace(config.optim, total_training_steps=config.optim.total_training_steps or total_steps),
+        head="lm",
+        device=device,
+        checkpoint_config=config.trainer.checkpoint,
+        seed=config.trainer.seed,
+    )
+    started = time.perf_counter()
+    engine.build()
+    logger.info(
+        "model built in %.1f s; %d steps of %d examples",
+        time.perf_counter() - started,
+        total_steps,
+        data.train_batch_size,
+    )
+    return SFTTrainer(
+        config=config,
+        engine=engine,
+        train_loader=train_loader,
+        val_loader=val_loader,
+        total_steps=total_steps,
+        tracker=_tracker(config, total_steps) if rank == 0 else None,
+        checkpoints=checkpoints,
+    )
+
+
+def _tracker(config: SFTConfig, total_steps: int) -> Tracking:
+    from verl.config import to_dict
+
+    trainer = config.trainer
+    return Tracking(
+        trainer.project_name,
+        trainer.experiment_name,
+        trainer.logger,
+        config=to_dict(config),
+        default_local_dir=trainer.default_local_dir,
+        total_steps=total_steps,
+    )
+
+
+def run_sft(config: SFTConfig) -> dict[str, float]:
+    """Build the trainer, train, close the trackers; returns the last step's metrics."""
+    trainer = build_trainer(config)
+    try:
+        return trainer.fit()
+    finally:
+        if trainer.tracker is not None:
+            trainer.tracker.finish()
