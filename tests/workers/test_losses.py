@@ -216,6 +216,30 @@ def test_a_plug_in_gets_the_global_counts_and_its_metrics_are_exact() -> None:
     assert metrics["my/max"].value == pytest.approx(token.max().item())
 
 
+def test_a_plug_in_may_multiply_by_the_mask() -> None:
+    """0 * nan would be nan: inputs outside the mask arrive as numbers."""
+
+    @register_policy_loss("test_losses_product")
+    def plug_in(
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str,
+        config: Any,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        token = -advantages * (log_prob - old_log_prob).exp() * rollout_is_weights
+        return (token * response_mask).sum() / config.global_batch_info["batch_num_tokens"], {}
+
+    out = outputs()
+    batch = actor_batch(rollout_is_weights=torch.ones(B, R))
+    value, _ = actor_loss(sealed_actor("test_losses_product"))(out, batch, info())
+    value.backward()
+    assert torch.isfinite(value)
+    assert torch.isfinite(out["log_probs"].grad).all()
+
+
 def test_a_plug_in_without_weights_refuses_a_batch_that_has_them() -> None:
     @register_policy_loss("test_losses_no_weights")
     def plug_in(
