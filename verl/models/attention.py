@@ -426,9 +426,10 @@ def _cuda_kernel() -> Callable[..., Tensor] | None:
         return None
 
     def torch_varlen(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, max_len: int, scale: float | None) -> Tensor:
-        return varlen_attn(
-            q, k, v, cu, cu, max_len, max_len, scale=scale, window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1]
-        )
+        gqa = q.shape[1] != k.shape[1]
+        out = varlen_attn(q, k, v, cu, cu, max_len, max_len, scale=scale, window_size=(-1, 0), enable_gqa=gqa)
+        assert isinstance(out, Tensor)  # a tuple only where auxiliary results were asked for
+        return out
 
     return torch_varlen
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
+from transformers import PreTrainedModel
 
 # Numbers in one chunk of logits: 64 MiB in float32 on CPU, 512 MiB on an accelerator.
 CHUNK_NUMBERS_CPU = 1 << 24
@@ -34,7 +35,7 @@ class LogitTransform:
     softcap: float | None = None
 
     @classmethod
-    def of(cls, model: nn.Module) -> LogitTransform:
+    def of(cls, model: PreTrainedModel) -> LogitTransform:
         """Read the transformation from a Transformers causal LM and its config."""
         config = model.config.get_text_config()
         scale = float(getattr(model, "logit_scale", None) or getattr(config, "logit_scale", None) or 1.0)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from verl.errors import ConfigError
 from verl.models.heads import HEADS, HeadModel
@@ -35,7 +36,6 @@ from verl.workers.engine.sharding import (
     Precision,
     clip_grad_norm,
     decoder_layers,
-    is_sharded,
     local_part,
     make_mesh,
     shard_model,
@@ -122,17 +122,17 @@ class FSDPEngine(TrainEngine):
         self.module: HeadModel = HEADS[self.head](hf_model)
         self._names = [name for name, _ in self.module.hf_named_tensors()]
 
+        self._fsdp: FSDPModule | None = None  # the module again, if FSDP manages it
         self._shard_group: dist.ProcessGroup | None = None
         needs_fsdp = world > 1 or self.fsdp_config.offload_policy or self.precision.compute != self.precision.master
         if needs_fsdp:
             init_process_group(self._device_kind())
             mesh = make_mesh(self.device, self.fsdp_config.fsdp_size)
-            shard_model(self.module, mesh, self.fsdp_config, self.precision, self.device)
+            self._fsdp = shard_model(self.module, mesh, self.fsdp_config, self.precision, self.device)
             if mesh["fsdp"].size() > 1:
                 self._shard_group = mesh["fsdp"].get_group()
         else:
             self.module.to(self.device)
-        self.sharded = is_sharded(self.module)
 
         self.optimizer: torch.optim.Optimizer | None = None
         self.schedule: LRSchedule | None = None
@@ -166,8 +166,8 @@ class FSDPEngine(TrainEngine):
             for part in plan.parts:
                 layout = self._layout(take_rows(rows_of, part, rows))
                 pieces.append(self.module(layout, want, temperature))
-            if self.sharded:
-                self.module.reshard()  # the root keeps its parameters gathered otherwise
+            if self._fsdp is not None:
+                self._fsdp.reshard()  # the root keeps its parameters gathered otherwise
         return {name: value for name, value in join_rows(pieces, plan.parts, rows).items() if name in want}
 
     def train_batch(
@@ -191,9 +191,9 @@ class FSDPEngine(TrainEngine):
             self.optimizer.zero_grad(set_to_none=True)
             last = len(plan.parts) - 1
             for number, part in enumerate(plan.parts):
-                if self.sharded and last > 0:
-                    self.module.set_requires_gradient_sync(number == last)
-                    self.module.set_is_last_backward(number == last)
+                if self._fsdp is not None and last > 0:
+                    self._fsdp.set_requires_gradient_sync(number == last)
+                    self._fsdp.set_is_last_backward(number == last)
                 pieces.append(self._backward(take_rows(rows_of, part, rows), loss, want, temperature, plan.info))
             lr = self.schedule.lr(self.lr_step)
             norm, finite = clip_grad_norm(self._parameters, float(self.optim_config.clip_grad), self._shard_group)
@@ -256,8 +256,8 @@ class FSDPEngine(TrainEngine):
 
     def hf_tensors(self) -> dict[str, Tensor]:
         """This rank's parameters and stored buffers (DTensors where sharded) by Hugging Face name."""
-        if self.sharded:
-            self.module.reshard()
+        if self._fsdp is not None:
+            self._fsdp.reshard()
         return dict(self.module.hf_named_tensors())
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:

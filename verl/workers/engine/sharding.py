@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -94,8 +94,8 @@ def decoder_layers(model: PreTrainedModel, class_names: list[str]) -> list[nn.Mo
 
 def shard_model(
     model: HeadModel, mesh: DeviceMesh, config: FSDPConfig, precision: Precision, device: torch.device
-) -> HeadModel:
-    """Apply ``fully_shard`` to each decoder layer and to the whole."""
+) -> FSDPModule:
+    """Apply ``fully_shard`` to each decoder layer and to the whole; returns ``model``, now managed by FSDP."""
     policy = MixedPrecisionPolicy(
         param_dtype=None if precision.compute == precision.master else precision.compute,
         reduce_dtype=precision.reduce if precision.reduce != precision.compute else None,
@@ -110,18 +110,13 @@ def shard_model(
     # The root's parameters are needed again at the start of the backward pass: freeing them would be waste.
     # Its inputs are token ids and the row layout, which hold nothing to cast.
     shared["mp_policy"] = replace(policy, cast_forward_inputs=False)
-    fully_shard(model, reshard_after_forward=False, **shared)
+    root = fully_shard(model, reshard_after_forward=False, **shared)
     # A rank may leave a parameter without gradient (no token for an expert): it must still join the reduction.
-    model.set_reduce_scatter_unused_params(True)
+    root.set_reduce_scatter_unused_params(True)
     if config.forward_prefetch:
         for layer, following in itertools.pairwise(layers):
-            layer.set_modules_to_forward_prefetch([following])
-    return model
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP manages the model."""
-    return isinstance(model, FSDPModule)
+            cast(FSDPModule, layer).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
+    return root
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from verl.errors import CheckpointError
 from verl.models.loading import quiet_transformers, resolve_model_dir
@@ -268,7 +269,10 @@ def _dcp(function: Callable[..., Any], tensors: dict[str, Any], directory: Path,
             # Without other ranks no process group is needed, and that is no news.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             function(tensors, checkpoint_id=str(directory), no_dist=world == 1)
-    except Exception as error:  # the library raises its own, pickle's and the file system's
+    except CheckpointException as error:  # a BaseException: what failed, by rank
+        causes = "; ".join(f"rank {rank}: {cause[0]!r}" for rank, cause in sorted(error.failures.items()))
+        raise CheckpointError(f"cannot {verb} {directory}: {causes}") from error
+    except Exception as error:  # planning errors, pickle's and the file system's
         raise CheckpointError(f"cannot {verb} {directory}: {error}") from error
 
 

@@ -1,0 +1,343 @@
+"""The FSDP engine on one rank against plain Transformers and torch."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.workers.engine.reference import (
+    CLIP,
+    LOG_PROBS,
+    POLICY,
+    TEMPERATURE,
+    VALUES,
+    make_engine,
+    policy_batch,
+    policy_loss,
+    run_reference,
+    value_loss,
+)
+from verl.errors import CheckpointError, ConfigError
+from verl.utils.metrics import MetricSet
+from verl.workers.engine.base import MicroBatching
+from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.engine.sharding import decoder_layers
+
+WHOLE = MicroBatching()
+TRAINED = frozenset({"model", "optimizer", "extra"})
+
+
+@pytest.fixture(scope="module")
+def batch() -> dict[str, Tensor]:
+    return policy_batch()
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model_dir: str, batch: dict[str, Tensor]) -> dict[str, Any]:
+    return run_reference(tiny_model_dir, batch)
+
+
+def parameters(engine: FSDPEngine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.named_tensors()}
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], atol: float) -> None:
+    assert got.keys() == want.keys()
+    for name, tensor in got.items():
+        torch.testing.assert_close(tensor, want[name], rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    "micro",
+    [WHOLE, MicroBatching(size=1), MicroBatching(size=3), MicroBatching(size=8), MicroBatching(max_tokens=24)],
+    ids=str,
+)
+def test_two_steps_equal_plain_transformers_and_adamw(
+    tiny_model_dir: str, batch: dict[str, Tensor], reference: dict[str, Any], packed: bool, micro: MicroBatching
+) -> None:
+    engine = make_engine(tiny_model_dir, packed=packed, checkpointing=micro.size == 3)
+    out = engine.forward(batch, POLICY, micro=micro, temperature=TEMPERATURE)
+    assert out.keys() == POLICY
+    for name in POLICY:
+        torch.testing.assert_close(out[name], reference[name], rtol=1e-6, atol=2e-6)
+        assert not out[name][batch["response_mask"] == 0].any()
+    for step in range(2):
+        metrics = engine.train_batch(
+            batch, policy_loss, want=POLICY, micro=micro, temperature=TEMPERATURE
+        ).values_by_name()
+        assert metrics["loss"] == pytest.approx(reference["loss"][step], rel=1e-5, abs=1e-6)
+        assert metrics["grad_norm"] == pytest.approx(reference["grad_norm"][step], rel=1e-5)
+        assert metrics["grad_norm"] > CLIP  # so that clipping is tested
+        assert metrics["skipped_steps"] == 0
+        assert metrics["lr"] == 0.01
+        # AdamW divides by the gradient's own size, so rounding of tiny gradients shows; steps are 1e-2 long.
+        assert_same(parameters(engine), reference["params"][step], atol=2e-4)
+
+
+def test_choices_without_effect_agree_closely(tiny_model_dir: str, batch: dict[str, Tensor]) -> None:
+    results = []
+    for packed in (True, False):
+        for micro in (WHOLE, MicroBatching(size=1), MicroBatching(size=3), MicroBatching(max_tokens=20)):
+            engine = make_engine(tiny_model_dir, packed=packed)
+            values = engine.train_batch(
+                batch, policy_loss, want=POLICY, micro=micro, temperature=TEMPERATURE
+            ).values_by_name()
+            results.append(values)
+    for name, first in results[0].items():
+        for other in results[1:]:
+            assert other[name] == pytest.approx(first, rel=1e-6, abs=1e-7), name
+
+
+def test_gradient_checkpointing_changes_no_bit(tiny_model_dir: str, batch: dict[str, Tensor]) -> None:
+    plain, saving = (make_engine(tiny_model_dir, checkpointing=flag) for flag in (False, True))
+    for engine in (plain, saving):
+        engine.train_batch(batch, policy_loss, want=POLICY, micro=MicroBatching(size=2))
+    assert_same(parameters(plain), parameters(saving), atol=0)
+
+
+def test_a_batch_without_response_tokens_changes_nothing(tiny_model_dir: str, batch: dict[str, Tensor]) -> None:
+    nothing = {**batch, "response_mask": torch.zeros_like(batch["response_mask"])}
+    engine = make_engine(tiny_model_dir, optim={"weight_decay": 0.0})
+    before = parameters(engine)
+
+    def loss(outputs: Any, rows: Any, info: Any) -> tuple[Tensor, MetricSet]:
+        assert (info.batch_num_tokens, info.global_batch_size) == (0, 0)
+        return outputs["log_probs"].sum(), MetricSet()
+
+    metrics = engine.train_batch(nothing, loss, want=LOG_PROBS, micro=WHOLE).values_by_name()
+    assert metrics["grad_norm"] == 0.0
+    assert_same(parameters(engine), before, atol=0)
+    empty = {name: tensor[:0] for name, tensor in batch.items()}
+    assert engine.forward(empty, LOG_PROBS, micro=WHOLE)["log_probs"].shape == (0, 10)
+
+
+def test_non_finite_gradient_skips_the_step(
+    tiny_model_dir: str, batch: dict[str, Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(tiny_model_dir)
+    before = parameters(engine)
+
+    def broken(outputs: Any, rows: Any, info: Any) -> tuple[Tensor, MetricSet]:
+        return outputs["log_probs"].sum() * float("nan"), MetricSet()
+
+    metrics = engine.train_batch(batch, broken, want=LOG_PROBS, micro=WHOLE).values_by_name()
+    assert metrics["skipped_steps"] == 1
+    assert np.isnan(metrics["grad_norm"])
+    assert "parameters stay as they are" in caplog.text
+    assert_same(parameters(engine), before, atol=0)
+    good = engine.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE).values_by_name()
+    assert good["skipped_steps"] == 0
+    assert np.isfinite(good["grad_norm"])
+
+
+def test_schedule_moves_only_when_told(tiny_model_dir: str, batch: dict[str, Tensor]) -> None:
+    engine = make_engine(tiny_model_dir, optim={"lr": 1.0e-3, "lr_warmup_steps": 2})
+    lrs = [
+        engine.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE, advance_lr=advance).values_by_name()["lr"]
+        for advance in (False, True, True, True)
+    ]
+    assert lrs == [0.5e-3, 0.5e-3, 1.0e-3, 1.0e-3]
+
+
+def test_weights_are_aliases_on_one_rank(tiny_model_dir: str, batch: dict[str, Tensor]) -> None:
+    engine = make_engine(tiny_model_dir)
+    aliases = engine.local_tensors()
+    assert aliases is not None
+    expected = dict(AutoModelForCausalLM.from_pretrained(tiny_model_dir).named_parameters())
+    assert list(aliases) == list(expected)
+    assert_same(aliases, {n: p.detach() for n, p in expected.items()}, atol=0)
+    before = aliases["model.norm.weight"].clone()
+    engine.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE)
+    assert not torch.equal(aliases["model.norm.weight"], before)
+    assert not any(tensor.requires_grad for _, tensor in engine.named_tensors())
+
+
+def test_resume_is_bit_exact(tiny_model_dir: str, batch: dict[str, Tensor], tmp_path: Path) -> None:
+    optim = {"lr_scheduler_type": "cosine", "lr_warmup_steps": 2, "total_training_steps": 6}
+    engine = make_engine(tiny_model_dir, optim=optim)
+    for _ in range(3):
+        engine.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE)
+    torch.manual_seed(5)
+    random.seed(6)
+    np.random.seed(7)
+    engine.save(tmp_path / "a", TRAINED)
+    draws = (torch.rand(3), random.random(), np.random.rand())
+    expected = [engine.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE).values_by_name() for _ in range(2)]
+
+    torch.manual_seed(99)
+    again = make_engine(tiny_model_dir, optim=optim)
+    again.load(tmp_path / "a", TRAINED)
+    assert torch.equal(torch.rand(3), draws[0])
+    assert (random.random(), np.random.rand()) == draws[1:]
+    assert again.step == 3
+    got = [again.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE).values_by_name() for _ in range(2)]
+    assert got == expected
+    assert_same(parameters(again), parameters(engine), atol=0)
+    hf = again.module.model
+    assert hf.lm_head.weight is hf.model.embed_tokens.weight
+
+
+def test_saving_before_the_first_step_resumes_like_a_fresh_start(
+    tiny_model_dir: str, batch: dict[str, Tensor], tmp_path: Path
+) -> None:
+    engine = make_engine(tiny_model_dir)
+    engine.save(tmp_path / "a", TRAINED)
+    fresh, again = make_engine(tiny_model_dir), make_engine(tiny_model_dir)
+    again.load(tmp_path / "a", TRAINED)
+    for one in (engine, fresh, again):
+        one.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE)
+    assert_same(parameters(engine), parameters(fresh), atol=0)
+    assert_same(parameters(again), parameters(fresh), atol=0)
+
+
+def test_hf_export_is_an_ordinary_model_directory(
+    tiny_model_dir: str, batch: dict[str, Tensor], tmp_path: Path
+) -> None:
+    engine = make_engine(tiny_model_dir)
+    engine.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE)
+    engine.save(tmp_path / "a", frozenset({"model", "hf_model"}))
+    exported = tmp_path / "a" / "huggingface"
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert_same({n: p.detach() for n, p in model.named_parameters()}, parameters(engine), atol=0)
+    text = "1+2=3"
+    assert (
+        AutoTokenizer.from_pretrained(exported)(text).input_ids
+        == AutoTokenizer.from_pretrained(tiny_model_dir)(text).input_ids
+    )
+    config = json.loads((exported / "config.json").read_text())
+    assert "verl" not in json.dumps(config)
+    assert config["architectures"] == ["Qwen2ForCausalLM"]
+    assert (exported / "generation_config.json").is_file()
+
+
+def test_checkpoint_errors_say_what_is_wrong(tiny_model_dir: str, tmp_path: Path) -> None:
+    engine = make_engine(tiny_model_dir)
+    with pytest.raises(CheckpointError, match="no checkpoint directory"):
+        engine.load(tmp_path / "missing", TRAINED)
+    (tmp_path / "partial").mkdir()
+    with pytest.raises(CheckpointError, match=r"engine\.json"):
+        engine.load(tmp_path / "partial", TRAINED)
+    engine.save(tmp_path / "model-only", frozenset({"model"}))
+    with pytest.raises(CheckpointError, match=r"not \['extra', 'optimizer'\]"):
+        engine.load(tmp_path / "model-only", TRAINED)
+    engine.load(tmp_path / "model-only", frozenset({"model"}))
+    with pytest.raises(CheckpointError, match="head"):
+        make_engine(tiny_model_dir, head="value").load(tmp_path / "model-only", frozenset({"model"}))
+    with pytest.raises(CheckpointError, match="unknown checkpoint contents"):
+        engine.save(tmp_path / "x", frozenset({"weights"}))
+    for shard in (tmp_path / "model-only" / "model").glob("*.distcp"):
+        shard.unlink()
+    with pytest.raises(CheckpointError, match="cannot read"):
+        engine.load(tmp_path / "model-only", frozenset({"model"}))
+    with pytest.raises(CheckpointError, match="only evaluates"):
+        make_engine(tiny_model_dir, trained=False).save(tmp_path / "y", TRAINED)
+
+
+def test_another_model_is_refused_or_loaded_in_part(
+    tiny_model_dir: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    from tests.fixtures.tiny import make_tiny_model_dir
+
+    deeper = make_tiny_model_dir(tmp_path_factory.mktemp("deeper"), layers=3, seed=4)
+    make_engine(tiny_model_dir).save(tmp_path / "a", frozenset({"model"}))
+    with pytest.raises(CheckpointError, match=r"lacks 12 parameters"):
+        make_engine(deeper).load(tmp_path / "a", frozenset({"model"}))
+    lenient = make_engine(deeper, strict=False)
+    lenient.load(tmp_path / "a", frozenset({"model"}))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(parameters(lenient)[name], parameters(make_engine(tiny_model_dir))[name])
+
+
+def test_critic_learns_and_resumes(tiny_model_dir: str, batch: dict[str, Tensor], tmp_path: Path) -> None:
+    engine = make_engine(tiny_model_dir, head="value")
+    assert not engine.forward(batch, VALUES, micro=MicroBatching(size=3))["values"].any()
+    losses = [
+        engine.train_batch(batch, value_loss, want=VALUES, micro=MicroBatching(size=3)).values_by_name()["loss"]
+        for _ in range(10)
+    ]
+    targets = batch["advantages"][batch["response_mask"].bool()]
+    assert losses[0] == pytest.approx(float(targets.square().mean()), rel=1e-5)
+    assert losses[-1] < 0.7 * losses[0]
+    engine.save(tmp_path / "a", TRAINED | {"hf_model"})
+    again = make_engine(tiny_model_dir, head="value")
+    again.load(tmp_path / "a", TRAINED)
+    values = engine.forward(batch, VALUES, micro=WHOLE)["values"]
+    assert torch.equal(values, again.forward(batch, VALUES, micro=WHOLE)["values"])
+    exported = make_engine(str(tmp_path / "a" / "huggingface"), head="value")
+    assert torch.equal(values, exported.forward(batch, VALUES, micro=WHOLE)["values"])
+
+
+def test_reward_model_scores_rows(tiny_model_dir: str, batch: dict[str, Tensor]) -> None:
+    engine = make_engine(tiny_model_dir, head="classifier")
+
+    def loss(outputs: Any, rows: Any, info: Any) -> tuple[Tensor, MetricSet]:
+        return (outputs["scores"] - 1.0).square().sum() / info.global_batch_size, MetricSet()
+
+    scores = frozenset({"scores"})
+    assert engine.forward(batch, scores, micro=MicroBatching(size=3))["scores"].tolist() == [0.0] * 8
+    for _ in range(20):
+        engine.train_batch(batch, loss, want=scores, micro=MicroBatching(max_tokens=24))
+    packed = engine.forward(batch, scores, micro=MicroBatching(size=3))["scores"]
+    assert float((packed - 1.0).abs().mean()) < 0.3
+
+
+def test_bfloat16_computing_keeps_float32_weights(
+    tiny_model_dir: str, batch: dict[str, Tensor], reference: dict[str, Any]
+) -> None:
+    engine = make_engine(tiny_model_dir, compute="bfloat16", checkpointing=True)
+    out = engine.forward(batch, POLICY, micro=MicroBatching(size=3), temperature=TEMPERATURE)
+    assert out["log_probs"].dtype == torch.float32
+    torch.testing.assert_close(out["log_probs"], reference["log_probs"], rtol=0.02, atol=0.05)
+    metrics = engine.train_batch(batch, policy_loss, want=POLICY, micro=MicroBatching(size=3), temperature=TEMPERATURE)
+    assert metrics["grad_norm"].value == pytest.approx(reference["grad_norm"][0], rel=0.05)
+    aliases = engine.local_tensors()
+    assert aliases is not None
+    assert {t.dtype for t in aliases.values()} == {torch.float32}
+    before = aliases["model.norm.weight"].clone()
+    engine.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE, temperature=TEMPERATURE)
+    assert not torch.equal(aliases["model.norm.weight"], before)
+
+
+def test_offloading_changes_no_number(tiny_model_dir: str, batch: dict[str, Tensor]) -> None:
+    plain = make_engine(tiny_model_dir)
+    moved = make_engine(tiny_model_dir, fsdp={"param_offload": True, "optimizer_offload": True})
+    policy = make_engine(tiny_model_dir, fsdp={"offload_policy": True})
+    for engine in (plain, moved, policy):
+        for _ in range(2):
+            engine.train_batch(batch, policy_loss, want=POLICY, micro=MicroBatching(size=3))
+    assert_same(parameters(moved), parameters(plain), atol=0)
+    assert_same(parameters(policy), parameters(plain), atol=0)
+    with moved.resident(optimizer=True), moved.resident(optimizer=False):
+        assert next(moved.module.parameters()).device.type == "cpu"
+    assert moved.memory().host_used > 10 * 2**20
+
+
+def test_an_evaluation_engine_does_not_train(tiny_model_dir: str, batch: dict[str, Tensor]) -> None:
+    engine = make_engine(tiny_model_dir, trained=False)
+    assert not any(p.requires_grad for p in engine.module.parameters())
+    with pytest.raises(ConfigError, match="without an optimizer"):
+        engine.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE)
+
+
+def test_dropout_switches_prompt_sharing_off(tiny_model_dir: str) -> None:
+    assert make_engine(tiny_model_dir).share_prompts
+    assert not make_engine(tiny_model_dir, model={"override_config": {"attention_dropout": 0.1}}).share_prompts
+
+
+def test_options_that_do_not_exist_are_refused(tiny_model_dir: str) -> None:
+    with pytest.raises(ConfigError, match="sequence parallelism"):
+        make_engine(tiny_model_dir, fsdp={"ulysses_sequence_parallel_size": 2})
+    with pytest.raises(ConfigError, match="unknown head 'policy'"):
+        make_engine(tiny_model_dir, head="policy")
+    with pytest.raises(ConfigError, match="NoSuchLayer"):
+        decoder_layers(make_engine(tiny_model_dir).module.model, ["NoSuchLayer"])
