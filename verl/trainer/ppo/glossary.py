@@ -61,9 +61,6 @@ GLOSSARY: dict[str, str] = {
     "training/rollout_probs_diff_{mean|max|std}": (
         "Absolute difference of a sampled token's probability between rollout and training engine."
     ),
-    "training/policy_version_lag_{mean|max}": (
-        "Training steps between the policy that sampled a response and the one being trained."
-    ),
     "rollout_corr/<name>": "Diagnostics of the correction for rollout and training policies that differ.",
     "timing_s/<phase>": "Wall time of a phase in seconds.",
     "timing_per_token_ms/<phase>": (
