@@ -51,7 +51,7 @@ GLOSSARY: dict[str, str] = {
     "actor/reward_kl_penalty": "Mean KL to the reference per response token as used in the reward, in nats.",
     "actor/reward_kl_penalty_coeff": "Coefficient of the KL penalty in the reward, as used for this batch.",
     "{train|val}/loss": "Supervised loss: mean negative log-likelihood per trained token, in nats.",
-    "train/tokens": "Trained tokens of the step, over all ranks.",
+    "train/tokens": "Tokens of the step over all ranks, prompts included.",
     # hand-over of weights from training to generation
     "weight_sync/version": "Version of the weights that generation now uses: the step that made them.",
     "weight_sync/seconds": "Wall time of the hand-over in seconds.",
