@@ -500,3 +500,62 @@ def test_the_yaml_of_a_configuration_loads_to_the_same(tmp_path, ppo):
 def test_a_config_without_name_is_the_defaults_and_the_overrides():
     config = load_config(PPOConfig, None, ["data.train_files=a", f"{ARR}.model.path=x/y"])
     assert config.data.train_batch_size == 1024
+
+
+SCRIPT = """
+    algorithm.adv_estimator=grpo
+    data.train_files=/data/gsm8k/train.parquet
+    data.val_files=/data/gsm8k/test.parquet
+    data.train_batch_size=1024
+    data.max_prompt_length=512
+    data.max_response_length=1024
+    data.filter_overlong_prompts=True
+    data.truncation='error'
+    actor_rollout_ref.model.path=Qwen/Qwen3-8B
+    actor_rollout_ref.actor.optim.lr=1e-6
+    actor_rollout_ref.model.use_remove_padding=True
+    actor_rollout_ref.actor.ppo_mini_batch_size=256
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32
+    actor_rollout_ref.actor.use_kl_loss=True
+    actor_rollout_ref.actor.kl_loss_coef=0.001
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl
+    actor_rollout_ref.actor.entropy_coeff=0
+    actor_rollout_ref.model.enable_gradient_checkpointing=True
+    actor_rollout_ref.actor.fsdp_config.param_offload=False
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32
+    actor_rollout_ref.rollout.n=5
+    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=64
+    actor_rollout_ref.ref.fsdp_config.param_offload=True
+    algorithm.use_kl_in_reward=False
+    trainer.critic_warmup=0
+    trainer.logger=["console","wandb"]
+    trainer.project_name=grpo_gsm8k
+    trainer.experiment_name=qwen3_8b
+    trainer.n_gpus_per_node=8
+    trainer.nnodes=1
+    trainer.save_freq=20
+    trainer.test_freq=5
+    trainer.total_epochs=15
+"""
+ENGINE = ("rollout.name=vllm", "rollout.gpu_memory_utilization=0.6", "rollout.tensor_model_parallel_size=2")
+
+
+def test_a_script_as_users_write_it():
+    config = load_config(PPOConfig, "ppo_trainer", SCRIPT.split())
+    arr = config.actor_rollout_ref
+    assert (arr.rollout.n, arr.actor.use_kl_loss, config.use_critic, config.use_reference_policy) == (
+        5,
+        True,
+        False,
+        True,
+    )
+    assert (arr.rollout.response_length, arr.ref.log_prob_micro_batch_size_per_gpu) == (1024, 64)
+    with pytest.raises(ConfigError) as caught:
+        load_config(PPOConfig, "ppo_trainer", [*SCRIPT.split(), *(f"{ARR}.{key}" for key in ENGINE)])
+    _, *lines = str(caught.value).split("\n")
+    assert [line.strip().split("=")[0] for line in lines] == [
+        f"{ARR}.rollout.gpu_memory_utilization",
+        f"{ARR}.rollout.tensor_model_parallel_size",
+        f"{ARR}.rollout.name",
+    ]

@@ -83,10 +83,10 @@ def load_config(
     keys = keys_of(schema)
     parsed = _parse(overrides, problems)
     try:
-        groups, plain = _compose(config_name, config_path, config_dir, parsed, problems)
+        composed, plain = _compose(config_name, config_path, config_dir, parsed)
     except (HydraException, OmegaConfBaseException, YAMLError, OSError) as error:
         raise ConfigError(f"{TITLE}:\n" + "\n".join(f"  {p}" for p in [*problems, _short(error)])) from None
-    values = _canonical(schema, _leaves(groups), problems)
+    values = _canonical(schema, _leaves(composed), problems)
     _apply(schema, plain, values, problems)
     accepted = _known(schema, values, problems)
     config = _build(schema, accepted, keys, problems)
@@ -161,7 +161,6 @@ def _compose(
     config_path: str | None,
     config_dir: str | None,
     parsed: Sequence[Override],
-    problems: list[str],
 ) -> tuple[DictConfig, list[Override]]:
     """Return the composed YAML files and the overrides of values, which are still to be applied."""
     directory = find_config_dir(config_path)
