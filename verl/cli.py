@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         sys.stderr.write(f"verl: unknown command {name!r}{hint} (known: {', '.join(COMMANDS)})\n")
         return 2
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: plug-ins lie beside the command that names them
     module = importlib.import_module(command.module)
     # Hydra and argparse read the process's own words; show them a command line that names the command.
     saved, sys.argv = sys.argv, [f"verl {name}", *rest]

@@ -47,6 +47,7 @@ class TaskRunner:
         """Inputs first, then workers, then the trainer."""
         from verl.algorithms.kl import get_kl_controller
         from verl.checkpoint.manager import CheckpointManager
+        from verl.models.loading import import_external_lib
         from verl.rewards import load_reward_manager
         from verl.trainer.ppo.placement import build_worker_groups
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -58,6 +59,7 @@ class TaskRunner:
         config.check_files()
         self.check_devices()
         model = config.actor_rollout_ref.model
+        import_external_lib(model.external_lib)  # estimators and reward managers run in this process
         tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
         reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
         train_loader = self.build_train_loader(tokenizer)

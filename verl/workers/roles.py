@@ -30,6 +30,7 @@ from verl.config import (
     RewardModelConfig,
 )
 from verl.errors import ConfigError
+from verl.models.loading import import_external_lib
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -62,10 +63,7 @@ class RoleWorker(Worker):
     #: external packages that a user names in ``model.external_lib`` register plug-ins when imported
     def __init__(self, *, device: str, seed: int, timeout_s: float, external_lib: str | None = None) -> None:
         super().__init__()
-        import importlib
-
-        for module in filter(None, (external_lib or "").split(",")):
-            importlib.import_module(module.strip())
+        import_external_lib(external_lib)
         transformers.utils.logging.disable_progress_bar()
         self.device = device
         self.seed = seed
