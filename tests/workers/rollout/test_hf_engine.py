@@ -131,6 +131,7 @@ def test_admission_does_not_change_completions(qwen: torch.nn.Module, tmp_path: 
 
 def test_requests_that_arrive_later_join_the_running_batch(qwen: torch.nn.Module, tmp_path: Path) -> None:
     engine = loaded_engine(qwen, tmp_path, max_num_seqs=16)
+    engine.runner.forward_cost = 0.0  # finished rows are moved out at once
     prompts = random_prompts([5, 3, 40, 11])
     settings = [SamplingParams(20, seed=number, ignore_eos=True) for number in range(4)]
 
@@ -161,14 +162,18 @@ def test_equal_prompts_are_prefilled_once(engine: HFRolloutEngine) -> None:
     assert len({tuple(c.token_ids) for c in completions}) > 2  # samples of a prompt differ
 
 
-def test_finished_rows_leave_the_batch(qwen: torch.nn.Module, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("forward_cost", "wasted"), [(0.0, 0), (40.0, 12), (1e9, 12 * 28)])
+def test_finished_rows_leave_when_they_have_cost_more_than_moving(
+    qwen: torch.nn.Module, tmp_path: Path, forward_cost: float, wasted: int
+) -> None:
     engine = loaded_engine(qwen, tmp_path)
+    engine.runner.forward_cost = forward_cost
     settings = [SamplingParams(2 if number < 12 else 30, seed=number, ignore_eos=True) for number in range(16)]
     prompts = random_prompts([10]) * 16
     before = engine.runner.forward_tokens
     completions = generate(engine, prompts, settings)
     assert [len(completion.token_ids) for completion in completions] == [2] * 12 + [30] * 4
-    assert engine.runner.forward_tokens - before == 10 + 16 + 4 * 28
+    assert engine.runner.forward_tokens - before == 10 + 16 + 4 * 28 + wasted
 
 
 def test_stops_at_end_of_sequence_and_at_stop_tokens(qwen: torch.nn.Module, engine: HFRolloutEngine) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from verl.errors import ConfigError, RolloutError, VerlError, WeightSyncError
 from verl.utils.device import default_compute_dtype, empty_cache, get_torch_device
+from verl.utils.distributed import get_world_size
 from verl.workers.rollout.base import (
     MEMORY_PARTS,
     Completion,
@@ -149,6 +150,8 @@ class HFRolloutEngine(RolloutEngine):
         def deliver_to(index: int) -> Any:
             return lambda completion: call.deliver(index, completion)
 
+        if not self.scheduler.waiting and not self.runner.running:
+            self.scheduler.max_cached_tokens = self._cached_tokens_limit()
         sequences = [Sequence(request, deliver_to(index)) for index, request in enumerate(requests)]
         self.scheduler.add(sequences)
         self._calls[id(call)] = call
@@ -267,8 +270,6 @@ class HFRolloutEngine(RolloutEngine):
             raise RolloutError(f"wake: unknown parts {sorted(unknown)}; use {', '.join(MEMORY_PARTS)}")
         if "weights" in wanted and "weights" not in self._awake:
             self.weights.restore()
-        if "kv_cache" in wanted:
-            self.scheduler.max_cached_tokens = self._cached_tokens_limit()
         self._awake |= wanted
 
     def memory(self) -> RolloutMemory:
@@ -280,9 +281,10 @@ class HFRolloutEngine(RolloutEngine):
         """Tokens whose keys and values fit into ``gpu_memory_utilization`` of the GPU, or of the free memory on CPU."""
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            budget = total * self._memory_share - (total - free)
-        else:
-            budget = (psutil.virtual_memory().available + self.cache.nbytes()) * self._memory_share
+            free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            budget = total * self._memory_share - (total - free) + self.cache.nbytes()
+        else:  # the other ranks of this machine look at the same free memory
+            budget = (psutil.virtual_memory().available + self.cache.nbytes()) * self._memory_share / get_world_size()
         return max(1, int(budget) // self._bytes_per_token)
 
     # -- weights
@@ -375,4 +377,5 @@ def _cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         per_layer = 2 * heads * width
-    return int(per_layer * config.num_hidden_layers * dtype.itemsize)
+    bookkeeping = 8 + 4 + 8 + dtype.itemsize  # RowState
+    return int(per_layer * config.num_hidden_layers * dtype.itemsize) + bookkeeping

@@ -24,6 +24,7 @@ class RolloutCache(Cache):
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[])
+        self.num_layers = num_layers
         self._storage: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * num_layers
         self._view: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * num_layers
         self.rows = 0

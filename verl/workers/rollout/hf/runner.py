@@ -15,15 +15,16 @@ from verl.errors import RolloutError
 from verl.workers.rollout.base import Completion, FinishReason
 from verl.workers.rollout.hf.attention import ForwardContext, forward_context
 from verl.workers.rollout.hf.kv_cache import RolloutCache
+from verl.workers.rollout.hf.rows import RowState
 from verl.workers.rollout.hf.sampler import SamplingBatch, sample
 from verl.workers.rollout.hf.scheduler import PromptGroup, Sequence, split_for_prefill
 from verl.workers.rollout.hf.uniforms import uniforms
 
-#: rows that finished stay in the batch until they are this share of it: moving the others costs a few operations
-#: per layer, computing a few rows too many costs less
-_COMPACT_SHARE = 1 / 8
-#: FLOP that a forward could do in the time of its fixed cost; decides how much padding a saved forward is worth
-_FORWARD_OVERHEAD_FLOP = 1.5e8
+#: FLOP that the device could do in the time that a layer's operations take to start: what a forward costs however
+#: few tokens it has. Decides how much padding is worth a saved forward, and when finished rows are moved out.
+_OVERHEAD_FLOP_PER_LAYER = {"cpu": 5e7, "cuda": 5e10}
+#: starting the copies that move rows, in forwards
+_COMPACTION_COST = 0.5
 
 FinishedSequence = tuple[Sequence, Completion]
 
@@ -63,7 +64,9 @@ class BatchRunner:
         self.vocab_size = vocab_size
         self.max_prefill_tokens = max_prefill_tokens
         parameters = sum(parameter.numel() for parameter in module.parameters())
-        self.forward_cost = _FORWARD_OVERHEAD_FLOP / (2 * max(parameters, 1))
+        overhead = _OVERHEAD_FLOP_PER_LAYER.get(device.type, 5e10) * cache.num_layers
+        self.forward_cost = overhead / (2 * max(parameters, 1))  # in tokens
+        self._wasted = 0  # tokens computed for finished rows since the last compaction
         self._stop_tables: dict[frozenset[int], int] = {}
         self._stop_table = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
         self.rows: list[Sequence | None] = []  # None: finished, not yet moved out
@@ -72,7 +75,7 @@ class BatchRunner:
         self._first_column = 0
         self._same_start = True
         self._longest = 0
-        self._rows_capacity = self._columns_capacity = 0
+        self._state = RowState.allocate(0, 0, dtype, device)
         self.forward_tokens = 0  # tokens computed by forwards, padding included
 
     # -- membership
@@ -107,11 +110,13 @@ class BatchRunner:
         params = [sequence.request.sampling for sequence in new if sequence is not None]
         seeds = [_seed_of(item.seed) for item in params]
         drawn = torch.from_numpy(uniforms(seeds, max(item.max_tokens for item in params))).to(self.device)
-        self._uniform[start_row:live, column : column + drawn.shape[1]] = drawn
+        self._state.uniform[start_row:live, column : column + drawn.shape[1]] = drawn
         last = torch.tensor([column + item.max_tokens - 1 for item in params], device=self.device)
-        self._last_column[start_row:live] = last
-        self._stop_set[start_row:live] = torch.tensor([self._stop_index(item) for item in params], device=self.device)
-        self._alive[start_row:live] = True
+        self._state.last_column[start_row:live] = last
+        self._state.stop_set[start_row:live] = torch.tensor(
+            [self._stop_index(item) for item in params], device=self.device
+        )
+        self._state.alive[start_row:live] = True
         self._membership_changed()
         joined = torch.cat(logits) if len(logits) > 1 else logits[0]
         settings = self._settings.rows(start_row, live) if start_row else self._settings
@@ -123,19 +128,20 @@ class BatchRunner:
         column, live, first = self._column, len(self.rows), self._first_column
         bias = None
         if not self._same_start:
-            bias = self._pad_bias[:live, first : column + 1].view(live, 1, 1, column + 1 - first)
+            bias = self._state.pad_bias[:live, first : column + 1].view(live, 1, 1, column + 1 - first)
         # rows that have finished run on until they are moved out; their positions must not leave the model's range
-        positions = (column - self._start[:live]).clamp_(max=self._longest)
+        positions = (column - self._state.start[:live]).clamp_(max=self._longest - 1)
         self.cache.plan_decode(column, first, live)
         logits = self._forward(
-            self._tokens[:live, column : column + 1], positions.unsqueeze(1), ForwardContext(True, bias)
+            self._state.tokens[:live, column : column + 1], positions.unsqueeze(1), ForwardContext(True, bias)
         )
         self._column = column + 1
         finished = self._take_tokens(logits, self._settings, 0, live)
-        dead = len(self.rows) - self._live
+        self._wasted += len(self.rows) - self._live
         if self._live == 0:
             self.rows.clear()
-        elif dead > _COMPACT_SHARE * len(self.rows):
+        elif self._wasted > _COMPACTION_COST * self.forward_cost:
+            # as much was wasted as moving costs: never worse than twice the best moment, without knowing the future
             self._compact()
         return finished
 
@@ -157,10 +163,7 @@ class BatchRunner:
         """Give back the memory of the cache and of everything that has its shape."""
         self.reset()
         self.cache.release()
-        self._rows_capacity = self._columns_capacity = 0
-        for name in _ROW_STATE:
-            if hasattr(self, name):
-                delattr(self, name)
+        self._state = RowState.allocate(0, 0, self.dtype, self.device)
 
     # -- forwards
 
@@ -195,9 +198,9 @@ class BatchRunner:
                 runs.append((begin, begin + len(group.members), lengths[index]))
         rows = torch.tensor(source, device=self.device) if len(source) > len(groups) else None
         for begin, end, length in runs:
-            self._start[begin:end] = column - length
-            self._pad_bias[begin:end, : column - length] = float("-inf")
-            self._pad_bias[begin:end, column - length :] = 0.0
+            self._state.start[begin:end] = column - length
+            self._state.pad_bias[begin:end, : column - length] = float("-inf")
+            self._state.pad_bias[begin:end, column - length :] = 0.0
         self.cache.plan_prefill(column, (first_row, len(self.rows)), runs, rows)
         last_index = torch.tensor(lengths, device=self.device) - 1
         positions = torch.arange(longest, device=self.device).expand(len(groups), longest)
@@ -211,14 +214,14 @@ class BatchRunner:
     ) -> list[FinishedSequence]:
         """Sample the current column of rows ``[start, stop)`` and end what is done."""
         column = self._column
-        tokens, log_probs = sample(logits, settings, self._uniform[start:stop, column])
-        self._tokens[start:stop, column] = tokens
-        self._log_probs[start:stop, column] = log_probs
+        tokens, log_probs = sample(logits, settings, self._state.uniform[start:stop, column])
+        self._state.tokens[start:stop, column] = tokens
+        self._state.log_probs[start:stop, column] = log_probs
         if len(self._stop_tables) == 1:
             stopped = self._stop_table[0][tokens]
         else:
-            stopped = self._stop_table[self._stop_set[start:stop], tokens]
-        ended = (stopped | (self._last_column[start:stop] <= column)) & self._alive[start:stop]
+            stopped = self._stop_table[self._state.stop_set[start:stop], tokens]
+        ended = (stopped | (self._state.last_column[start:stop] <= column)) & self._state.alive[start:stop]
         if not bool(ended.any()):
             return []
         offsets = ended.nonzero().squeeze(1)
@@ -227,12 +230,12 @@ class BatchRunner:
 
     def _finish(self, rows: list[int], reasons: Seq[FinishReason]) -> list[FinishedSequence]:
         index = torch.tensor(rows, device=self.device)
-        self._alive[index] = False
+        self._state.alive[index] = False
         members = [self.rows[row] for row in rows]
         begin = min(member.first_column for member in members if member is not None)
         end = self._column + 1
-        tokens = self._tokens[:, begin:end].index_select(0, index).tolist()
-        log_probs = self._log_probs[:, begin:end].index_select(0, index).tolist()
+        tokens = self._state.tokens[:, begin:end].index_select(0, index).tolist()
+        log_probs = self._state.log_probs[:, begin:end].index_select(0, index).tolist()
         finished: list[FinishedSequence] = []
         for row, member, reason, ids, values in zip(rows, members, reasons, tokens, log_probs, strict=True):
             assert member is not None
@@ -262,50 +265,29 @@ class BatchRunner:
             remaining = max(remaining, max(ends) - column)
             if (
                 column >= prompt
-                and column + remaining <= self._columns_capacity
-                and live + len(incoming) <= self._rows_capacity
+                and column + remaining <= self._state.columns
+                and live + len(incoming) <= self._state.rows
             ):
                 return
         new_column = max(prompt, used)
         rows = live + len(incoming)
         columns = new_column + remaining
         if live:  # moving everything is not free: leave room for a few more admissions
-            rows = max(rows, self._rows_capacity)
-            columns = max(columns + remaining // 4, self._columns_capacity)
+            rows = max(rows, self._state.rows)
+            columns = max(columns + remaining // 4, self._state.columns)
         self.cache.relayout(rows, columns, live=live, first_column=first, column=column, new_column=new_column)
-        self._relayout_state(rows, columns, live, first, column, new_column)
+        shift = new_column - column
+        if not live:
+            if (rows, columns) != (self._state.rows, self._state.columns):
+                self._state = RowState.allocate(rows, columns, self.dtype, self.device)
+            self._first_column = new_column
+        elif (rows, columns) != (self._state.rows, self._state.columns) or shift:
+            self._state = self._state.relaid(rows, columns, live=live, first_column=first, shift=shift)
+            self._first_column = first + shift
         for sequence in self.rows:
             if sequence is not None:
-                sequence.first_column += new_column - column
+                sequence.first_column += shift
         self._column = new_column
-        if not live:
-            self._first_column = new_column
-
-    def _relayout_state(self, rows: int, columns: int, live: int, first: int, column: int, new_column: int) -> None:
-        shift = new_column - column
-        if (rows, columns) == (self._rows_capacity, self._columns_capacity) and (not live or shift == 0):
-            return
-        old = {name: getattr(self, name, None) for name in _ROW_STATE}
-        for name, (dtype, per_column) in _ROW_STATE.items():
-            shape = (rows, columns) if per_column else (rows,)
-            tensor = torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
-            setattr(self, name, tensor)
-            before = old[name]
-            if not live or before is None:
-                continue
-            if not per_column:
-                tensor[:live] = before[:live]
-                continue
-            # uniform numbers and the open pad columns lie ahead of the current column too
-            end = min(self._columns_capacity, columns - shift)
-            tensor[:live, first + shift : end + shift] = before[:live, first:end]
-        if live:
-            self._start[:live] += shift
-            self._last_column[:live] += shift
-            if first + shift > 0:
-                self._pad_bias[:live, : first + shift] = float("-inf")
-            self._first_column = first + shift
-        self._rows_capacity, self._columns_capacity = rows, columns
 
     def _compact(self) -> None:
         """Move rows from the end into the places of finished ones."""
@@ -316,12 +298,11 @@ class BatchRunner:
             target = torch.tensor(holes, device=self.device)
             source = torch.tensor(tails, device=self.device)
             self.cache.move_rows(target, source, self._first_column, self._column)
-            for name in _ROW_STATE:
-                tensor = getattr(self, name)
-                tensor[target] = tensor[source]
+            self._state.move_rows(target, source)
             for hole, tail in zip(holes, tails, strict=True):
                 self.rows[hole] = self.rows[tail]
         del self.rows[live:]
+        self._wasted = 0
         self._membership_changed()
 
     def _membership_changed(self) -> None:
@@ -350,16 +331,3 @@ class BatchRunner:
 
 def _seed_of(seed: int | None) -> int:
     return seed % 2**64 if seed is not None else int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
-
-
-#: tensors with one entry per row, or per row and column: (dtype or None for the model's, whether per column)
-_ROW_STATE: dict[str, tuple[torch.dtype | None, bool]] = {
-    "_tokens": (torch.int64, True),
-    "_log_probs": (torch.float32, True),
-    "_uniform": (torch.float64, True),
-    "_pad_bias": (None, True),
-    "_start": (torch.int64, False),
-    "_last_column": (torch.int64, False),
-    "_stop_set": (torch.int64, False),
-    "_alive": (torch.bool, False),
-}

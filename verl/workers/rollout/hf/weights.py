@@ -74,7 +74,7 @@ def build_module(
                 attn_implementation=ATTENTION_NAME,
                 trust_remote_code=trust_remote_code,
             )
-    except ValueError as error:
+    except (ValueError, KeyError) as error:  # KeyError: old code that looks the attention up by name
         raise ConfigError(f"model type {config.model_type!r} cannot be built for rollout.name=hf: {error}") from error
     if not getattr(module, "_supports_attention_backend", False):
         raise ConfigError(

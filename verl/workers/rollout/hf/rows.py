@@ -1,0 +1,88 @@
+"""What the running batch knows about its rows, as tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+
+@dataclass
+class RowState:
+    """Numbers per row, and per row and cache column: what belongs to a token is kept in the token's column.
+
+    Attributes:
+        tokens: (rows, columns) int64, sampled tokens.
+        log_probs: (rows, columns) float32, of the sampled tokens.
+        uniform: (rows, columns) float64, the random number that draws the column's token.
+        pad_bias: (rows, columns) in the model's dtype, -inf before the row's first token, else 0.
+        start: (rows,) int64, column of the prompt's first token.
+        last_column: (rows,) int64, column where the row's budget ends.
+        stop_set: (rows,) int64, which set of stop tokens applies.
+        alive: (rows,) bool, not finished.
+    """
+
+    tokens: torch.Tensor
+    log_probs: torch.Tensor
+    uniform: torch.Tensor
+    pad_bias: torch.Tensor
+    start: torch.Tensor
+    last_column: torch.Tensor
+    stop_set: torch.Tensor
+    alive: torch.Tensor
+
+    @classmethod
+    def allocate(cls, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> RowState:
+        """Zeros for ``rows`` × ``columns``; ``dtype`` is the model's."""
+
+        def grid(kind: torch.dtype) -> torch.Tensor:
+            return torch.zeros(rows, columns, dtype=kind, device=device)
+
+        def column(kind: torch.dtype) -> torch.Tensor:
+            return torch.zeros(rows, dtype=kind, device=device)
+
+        return cls(
+            tokens=grid(torch.int64),
+            log_probs=grid(torch.float32),
+            uniform=grid(torch.float64),
+            pad_bias=grid(dtype),
+            start=column(torch.int64),
+            last_column=column(torch.int64),
+            stop_set=column(torch.int64),
+            alive=column(torch.bool),
+        )
+
+    @property
+    def rows(self) -> int:
+        """Rows that fit."""
+        return self.tokens.shape[0]
+
+    @property
+    def columns(self) -> int:
+        """Columns that fit."""
+        return self.tokens.shape[1]
+
+    def move_rows(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy rows ``source`` over rows ``target``."""
+        for item in fields(self):
+            tensor = getattr(self, item.name)
+            tensor[target] = tensor[source]
+
+    def relaid(self, rows: int, columns: int, *, live: int, first_column: int, shift: int) -> RowState:
+        """A state for ``rows`` × ``columns`` with the first ``live`` rows moved ``shift`` columns to the right.
+
+        Columns before ``first_column`` belong to no row and are not kept. Columns ahead of the current token are:
+        their random numbers are drawn already.
+        """
+        new = RowState.allocate(rows, columns, self.pad_bias.dtype, self.tokens.device)
+        end = min(self.columns, columns - shift)
+        for item in fields(self):
+            before, after = getattr(self, item.name), getattr(new, item.name)
+            if before.dim() == 1:
+                after[:live] = before[:live]
+            else:
+                after[:live, first_column + shift : end + shift] = before[:live, first_column:end]
+        new.start[:live] += shift
+        new.last_column[:live] += shift
+        new.pad_bias[:live, : first_column + shift] = float("-inf")
+        return new
