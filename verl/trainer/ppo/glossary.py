@@ -57,6 +57,16 @@ GLOSSARY: dict[str, str] = {
     "weight_sync/seconds": "Wall time of the hand-over in seconds.",
     "weight_sync/{copied|shared}_mb": "Weights handed over by copy, and without one, in MiB.",
     "weight_sync/buckets": "Pieces that the weights were handed over in.",
+    "{actor|critic}/skipped_steps": "Share of the step's updates that were skipped because a gradient was not finite.",
+    # rewards
+    "reward/{errors|timeouts}": "Samples whose reward function raised, returned no finite number, or ran out of time.",
+    "reward/abstained": "Samples without a score, which take no part in the update.",
+    "reward/empty_responses": "Responses without a token that a score could be placed on.",
+    # weight hand-over
+    "weight_sync/version": "Version of the weights that the rollout has: the step that made them.",
+    "weight_sync/seconds": "Wall time of the weight hand-over.",
+    "weight_sync/{copied|shared}_mb": "Weights that the rollout holds in its own copy, and that it reads in place, in MiB.",
+    "weight_sync/buckets": "Pieces in which weights were handed over.",
     # run
     "training/{global_step|epoch}": "Where the training stands.",
     "training/rollout_probs_diff_{mean|max|std}": (

@@ -27,7 +27,7 @@ from verl.trainer.ppo.scoring import RewardFunction, describe_samples, dump_samp
 from verl.trainer.ppo.validation import Validator
 from verl.utils.metrics import MetricSet
 from verl.utils.seeding import derive_seed
-from verl.utils.seqlen_balancing import arrange_mini_batches
+from verl.utils.seqlen_balancing import arrange_mini_batches, seqlen_balance_metrics
 from verl.utils.timing import StepTimer
 from verl.utils.tracking import Tracking
 
@@ -193,8 +193,17 @@ class RayPPOTrainer:
     def describe(self, batch: DataProto, timer: StepTimer) -> dict[str, float]:
         """All numbers that derive from the batch and the clock."""
         progress = {"training/global_step": self.step, "training/epoch": self.source.epoch}
-        return progress | compute_step_metrics(
-            batch, timer.seconds, use_critic=self.critic is not None, n_devices=self.actor_rollout.world_size
+        lengths = batch.batch["attention_mask"].sum(-1)
+        drawn = torch.argsort(batch.batch["sample_index"])
+        # rows lie rank by rank; where each was drawn tells what a plain cut would have given the ranks
+        places = torch.argsort(drawn).chunk(self.actor_rollout.mesh("actor").dp_size)
+        balance = seqlen_balance_metrics(lengths[drawn].tolist(), [part.tolist() for part in places])
+        return (
+            progress
+            | balance
+            | compute_step_metrics(
+                batch, timer.seconds, use_critic=self.critic is not None, n_devices=self.actor_rollout.world_size
+            )
         )
 
     # ---- saving and resuming -------------------------------------------------------------------------------
