@@ -63,6 +63,7 @@ def test_the_file_holds_one_strict_json_object_per_step(tmp_path: Path, monkeypa
     tracking = Tracking("p", "e", ["file"])
     tracking.log({"a": np.float32(0.5), "b": torch.tensor(2), "nan": float("nan"), "inf": float("-inf")}, step=1)
     tracking.log({"a": 1}, step=2)
+    tracking.log({}, step=3)  # nothing to say, no record
     tracking.log_samples([{"prompt": "π", "score": np.float64(1.0)}], step=2)
     tracking.finish()
     first, second = (json.loads(line, parse_constant=pytest.fail) for line in path.read_text("utf-8").splitlines())

@@ -98,7 +98,9 @@ class Tracking:
         self._failed: set[str] = set()
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        """Send the metrics of a step to every tracker; numbers may be NumPy or torch scalars."""
+        """Send the metrics of a step to every tracker; numbers may be NumPy or torch scalars. No metrics, no record."""
+        if not data:
+            return
         plain = {name: _plain(value) for name, value in data.items()}
         self._each("log", plain, step)
 
