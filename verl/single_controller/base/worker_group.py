@@ -254,8 +254,10 @@ class BoundMethod:
 
     def __init__(self, group: WorkerGroup, name: str, function: Callable[..., Any], rule: CallRule) -> None:
         functools.update_wrapper(self, function)
-        parameters = list(inspect.signature(function).parameters.values())[1:]
-        self.__signature__ = inspect.signature(function).replace(parameters=parameters)
+        signature = inspect.signature(function)
+        # without self, and without what ray.remote adds to the methods of a class that it wraps
+        visible = [p for p in list(signature.parameters.values())[1:] if not p.name.startswith("_ray_")]
+        self.__signature__ = signature.replace(parameters=visible)
         self._group = group
         self._name = name
         self._function = function
