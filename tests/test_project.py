@@ -67,7 +67,7 @@ def test_documents_name_only_targets_and_files_that_exist(repo_root: Path) -> No
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
-@pytest.mark.parametrize("script", ["gen_env_reference.py", "gen_batch_reference.py"])
+@pytest.mark.parametrize("script", ["gen_env_reference.py", "gen_batch_reference.py", "gen_metrics_reference.py"])
 def test_generated_pages_are_fresh(repo_root: Path, script: str) -> None:
     done = subprocess.run([sys.executable, str(repo_root / "tools" / script), "--check"], timeout=60)
     assert done.returncode == 0

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
+
+from _page import run
 
 from verl.schema import FIELDS
-
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "batch.md"
 
 
 def render() -> str:
@@ -31,20 +29,5 @@ def render() -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit 1 when the page is stale, and write nothing")
-    arguments = parser.parse_args()
-    text = render()
-    if not arguments.check:
-        PAGE.parent.mkdir(parents=True, exist_ok=True)
-        PAGE.write_text(text, encoding="utf-8")
-        return 0
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
-        return 0
-    sys.stderr.write(f"{PAGE.name} is stale; run `make docs`\n")
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("batch.md", render, __doc__))

@@ -30,15 +30,13 @@ GLOSSARY: dict[str, str] = {
     "global_seqlen/minmax_diff": "Difference between the most and the fewest tokens of a rank without balancing.",
     "global_seqlen/{balanced_min|balanced_max}": "Fewest and most tokens of a rank after balancing.",
     "global_seqlen/mean": "Mean tokens of a rank.",
-    "reward/{errors|timeouts|abstained}": "Responses for which the reward function raised, ran too long, or abstained.",
-    "reward/empty_responses": "Responses without a token to put a reward on.",
     # updates
     "critic/vf_loss": "Clipped value loss over the global mini-batch, averaged over the step's mini-batches.",
     "critic/vf_clipfrac": "Share of response tokens for which the clipped value error was the larger one.",
     "critic/vpred_mean": "Mean value prediction per response token during the update.",
     "{actor|critic|train}/grad_norm": "Norm of the gradient before clipping, over all parameters.",
     "{actor|critic|train}/lr": "Learning rate.",
-    "{actor|critic|train}/skipped_steps": "Updates left out because their gradient was not finite.",
+    "{actor|critic|train}/skipped_steps": "Share of a step's updates that were skipped because a gradient was not finite.",
     "actor/pg_loss": "Policy loss over the global mini-batch, averaged over the step's mini-batches.",
     "actor/pg_clipfrac": "Share of response tokens for which the clipped ratio gave the larger loss.",
     "actor/pg_clipfrac_lower": (
@@ -52,12 +50,6 @@ GLOSSARY: dict[str, str] = {
     "actor/reward_kl_penalty_coeff": "Coefficient of the KL penalty in the reward, as used for this batch.",
     "{train|val}/loss": "Supervised loss: mean negative log-likelihood per trained token, in nats.",
     "train/tokens": "Tokens of the step over all ranks, prompts included.",
-    # hand-over of weights from training to generation
-    "weight_sync/version": "Version of the weights that generation now uses: the step that made them.",
-    "weight_sync/seconds": "Wall time of the hand-over in seconds.",
-    "weight_sync/{copied|shared}_mb": "Weights handed over by copy, and without one, in MiB.",
-    "weight_sync/buckets": "Pieces that the weights were handed over in.",
-    "{actor|critic}/skipped_steps": "Share of the step's updates that were skipped because a gradient was not finite.",
     # rewards
     "reward/{errors|timeouts}": "Samples whose reward function raised, returned no finite number, or ran out of time.",
     "reward/abstained": "Samples without a score, which take no part in the update.",
@@ -65,7 +57,7 @@ GLOSSARY: dict[str, str] = {
     # weight hand-over
     "weight_sync/version": "Version of the weights that the rollout has: the step that made them.",
     "weight_sync/seconds": "Wall time of the weight hand-over.",
-    "weight_sync/{copied|shared}_mb": "Weights that the rollout holds in its own copy, and that it reads in place, in MiB.",
+    "weight_sync/{copied|shared}_mb": "Weights in the rollout's own copy, and weights that it reads in place, in MiB.",
     "weight_sync/buckets": "Pieces in which weights were handed over.",
     # run
     "training/{global_step|epoch}": "Where the training stands.",
