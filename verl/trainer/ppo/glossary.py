@@ -36,7 +36,7 @@ GLOSSARY: dict[str, str] = {
     "critic/vpred_mean": "Mean value prediction per response token during the update.",
     "{actor|critic|train}/grad_norm": "Norm of the gradient before clipping, over all parameters.",
     "{actor|critic|train}/lr": "Learning rate.",
-    "{actor|critic|train}/skipped_steps": "Share of a step's updates that were skipped because a gradient was not finite.",
+    "{actor|critic|train}/skipped_steps": "Share of a step's updates skipped because of a gradient that is not finite.",
     "actor/pg_loss": "Policy loss over the global mini-batch, averaged over the step's mini-batches.",
     "actor/pg_clipfrac": "Share of response tokens for which the clipped ratio gave the larger loss.",
     "actor/pg_clipfrac_lower": (
