@@ -104,7 +104,7 @@ class _OpenEnum(type):
         return iter(cls._members.values())
 
     def __contains__(cls, item: object) -> bool:
-        return item in cls._members.values() or item in cls._members
+        return item in cls._members.values()
 
 
 class Dispatch(metaclass=_OpenEnum):

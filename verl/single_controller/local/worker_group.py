@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import inspect
 import os
-import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from verl.errors import ConfigError, WorkerError
-from verl.protocol import Completed, DataProtoFuture
+from verl.protocol import Completed
 from verl.single_controller.base.classes import ClassWithInitArgs
+from verl.single_controller.base.failure import worker_error
 from verl.single_controller.base.worker_group import WorkerGroup
 
 #: a process group of one needs no meeting point: MASTER_ADDR and MASTER_PORT stay as they are
@@ -138,8 +138,7 @@ class _Process:
         try:
             yield
         except Exception as error:
-            text = "".join(traceback.format_exception(error))
-            raise WorkerError(role, 0, method, text) from error
+            raise worker_error(role, 0, method, error, __file__) from error
         finally:
             for name, value in before.items():
                 if value is None:
@@ -149,9 +148,5 @@ class _Process:
 
 
 def _value_of(argument: Any) -> Any:
-    """What a remote call would deliver: references arrive as values, a future's single shard too."""
-    if isinstance(argument, Completed):
-        return argument.value
-    if isinstance(argument, DataProtoFuture) and isinstance(argument.single_reference, Completed):
-        return argument.get()
-    return argument
+    """What a remote call would deliver: a reference arrives as its value. Futures are the method's business."""
+    return argument.value if isinstance(argument, Completed) else argument

@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 import threading
-import traceback
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ import ray
 
 from verl.errors import WorkerError
 from verl.single_controller.base import ClassWithInitArgs
+from verl.single_controller.base.failure import worker_error
 from verl.utils.transport import pack
 
 logger = logging.getLogger(__name__)
@@ -105,10 +105,9 @@ class WorkerHost:
         return asyncio.run_coroutine_threadsafe(coroutine, self._verl_loop).result()
 
     def _verl_error(self, role: str, method: str, error: Exception) -> WorkerError:
-        frames = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without this file's frame
-        text = "".join(traceback.format_exception(type(error), error, frames))
-        logger.error("%s rank %d failed in %s():\n%s", role, self._verl_rank, method, text)
-        return WorkerError(role, self._verl_rank, method, text)
+        report = worker_error(role, self._verl_rank, method, error, __file__)
+        logger.error("%s", report)
+        return report
 
 
 def host_class(roles: Mapping[str, ClassWithInitArgs]) -> type:
