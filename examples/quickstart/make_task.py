@@ -84,9 +84,9 @@ def main() -> None:
     parser.add_argument("--sft", type=int, default=6400, help="demonstrations")
     parser.add_argument("--train", type=int, default=3840, help="training prompts")
     parser.add_argument("--val", type=int, default=200, help="validation prompts")
-    parser.add_argument("--good-fraction", type=float, default=0.6, help="part of the demonstrations that is right")
+    parser.add_argument("--good-fraction", type=float, default=0.65, help="part of the demonstrations that is right")
     arguments = parser.parse_args()
-    parameters = save_tiny_model(arguments.output / "model", seed=arguments.seed)
+    parameters = save_tiny_model(arguments.output / "model", seed=arguments.seed, initializer_range=0.1)
     sets = make_data(
         arguments.output / "data",
         seed=arguments.seed,

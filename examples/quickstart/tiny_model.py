@@ -77,6 +77,7 @@ def save_tiny_model(
     model_type: str = "qwen2",
     max_length: int = 512,
     tie_word_embeddings: bool = True,
+    initializer_range: float = 0.02,
 ) -> int:
     """Save a randomly initialised model with its tokenizer.
 
@@ -85,6 +86,8 @@ def save_tiny_model(
         hidden: width; the feed-forward width is three times that.
         seed: seed of the initialisation; the global random state is left as it was.
         model_type: ``qwen2``, ``qwen3`` or ``llama``.
+        initializer_range: standard deviation of the weights; the usual 0.02 suits wide models, a narrow one learns
+            several times faster from about ``hidden ** -0.5``.
 
     Returns:
         The number of parameters.
@@ -106,6 +109,7 @@ def save_tiny_model(
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
+        initializer_range=initializer_range,
         **extra,
     )
     with torch.random.fork_rng(devices=[]):
