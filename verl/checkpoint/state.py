@@ -1,4 +1,7 @@
-"""Small controller-side state files inside a checkpoint: the dataloader's position, counters, random states."""
+"""Small controller-side state files inside a checkpoint: the data loader's position, counters, coefficients.
+
+They hold tensors, numbers, strings and plain containers of those. Nothing in such a file can run code when it is read.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ TRAINER_STATE = "trainer_state.pt"
 
 
 def save_state(path: str | Path, state: Any) -> None:
-    """Write picklable state as a whole file or not at all.
+    """Write state as a whole file or not at all.
 
     Raises:
         CheckpointError: the disk is full or the directory is not writable.
@@ -29,10 +32,10 @@ def save_state(path: str | Path, state: Any) -> None:
 
 
 def load_state(path: str | Path) -> Any:
-    """Read what :func:`save_state` wrote. The file is a pickle: load only checkpoints that you trust.
+    """Read what :func:`save_state` wrote.
 
     Raises:
-        CheckpointError: the file is missing or damaged.
+        CheckpointError: the file is missing, damaged, or holds objects that are not plain state.
     """
     path = Path(path)
     if not path.is_file():
@@ -40,6 +43,6 @@ def load_state(path: str | Path) -> Any:
             f"checkpoint {str(path.parent)!r} has no {path.name}; it was saved without that state, or is incomplete"
         )
     try:
-        return torch.load(path, map_location="cpu", weights_only=False)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError, OSError) as error:
         raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read: {error}") from error

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from verl.checkpoint.manager import CheckpointManager, step_of
+from verl.checkpoint.state import DATALOADER_STATE, load_state, save_state
 from verl.data.loader import ResumableDataLoader, create_dataloader
 from verl.data.sft_dataset import SFTCollator, create_sft_dataset
-from verl.errors import CheckpointError
 from verl.utils.distributed import all_reduce_numbers, barrier, get_rank, get_world_size, init_process_group
 from verl.utils.metrics import MetricSet
 from verl.utils.seeding import derive_seed, set_seed
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Batch = Mapping[str, torch.Tensor]
-DATA_FILE = "data.pt"
 EXPORT_DIR = "huggingface"
 
 
@@ -143,7 +142,7 @@ class SFTTrainer:
         try:
             self.engine.save(path, frozenset(self.config.trainer.checkpoint.save_contents))
             if staged is not None:
-                torch.save(self.train_loader.state_dict(), path / DATA_FILE)
+                save_state(path / DATALOADER_STATE, self.train_loader.state_dict())
             barrier()
         except BaseException:
             if staged is not None:
@@ -162,9 +161,7 @@ class SFTTrainer:
             return
         path = Path(name)
         self.engine.load(path, frozenset(trainer.checkpoint.load_contents))
-        if not (path / DATA_FILE).is_file():
-            raise CheckpointError(f"{path} has no {DATA_FILE}, the position in the data; choose another checkpoint")
-        self.train_loader.load_state_dict(torch.load(path / DATA_FILE, weights_only=True))
+        self.train_loader.load_state_dict(load_state(path / DATALOADER_STATE))
         self.step = step_of(path)
         logger.info("resuming from %s", path)
 

@@ -15,6 +15,7 @@ import torch
 from verl.algorithms.kl import KLController
 from verl.algorithms.registry import ADV_ESTIMATORS, fields_needed
 from verl.checkpoint.manager import CheckpointManager
+from verl.checkpoint.state import DATALOADER_STATE, TRAINER_STATE, load_state, save_state
 from verl.config import PPOConfig
 from verl.errors import ConfigError
 from verl.protocol import DataProto
@@ -22,8 +23,8 @@ from verl.schema import check_batch
 from verl.single_controller.base import WorkerGroup
 from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.metrics import compute_step_metrics
-from verl.trainer.ppo.sources import Source
 from verl.trainer.ppo.scoring import RewardFunction, describe_samples, dump_samples, leave_out, score_batch
+from verl.trainer.ppo.sources import Source
 from verl.trainer.ppo.validation import Validator
 from verl.utils.metrics import MetricSet
 from verl.utils.seeding import derive_seed
@@ -34,6 +35,7 @@ from verl.utils.tracking import Tracking
 __all__ = ["RayPPOTrainer", "apply_kl_penalty", "compute_advantage", "compute_response_mask"]
 
 logger = logging.getLogger(__name__)
+
 
 class RayPPOTrainer:
     """Trains a policy with PPO-style updates.
@@ -218,8 +220,8 @@ class RayPPOTrainer:
             self.actor_rollout.save_checkpoint(str(directory / "actor"))
             if self.critic is not None:
                 self.critic.save_checkpoint(str(directory / "critic"))
-            torch.save(self.source.state_dict(), directory / "data.pt")
-            torch.save({"step": self.step, "kl_ctrl": self.kl_ctrl.state_dict()}, directory / "trainer_state.pt")
+            save_state(directory / DATALOADER_STATE, self.source.state_dict())
+            save_state(directory / TRAINER_STATE, {"step": self.step, "kl_ctrl": self.kl_ctrl.state_dict()})
 
     def load_checkpoint(self) -> None:
         """Continue from the checkpoint that ``trainer.resume_mode`` selects, if there is one."""
@@ -228,11 +230,10 @@ class RayPPOTrainer:
         if directory is None:
             return
         logger.info("resuming from %s", directory)
-        # plain containers and numbers only: nothing in these files may run code
-        state = torch.load(directory / "trainer_state.pt", weights_only=True)
+        state = load_state(directory / TRAINER_STATE)
         self.step = state["step"]
         self.kl_ctrl.load_state_dict(state["kl_ctrl"])
-        self.source.load_state_dict(torch.load(directory / "data.pt", weights_only=True))
+        self.source.load_state_dict(load_state(directory / DATALOADER_STATE))
         self.actor_rollout.load_checkpoint(str(directory / "actor"))
         if self.critic is not None:
             self.critic.load_checkpoint(str(directory / "critic"))
