@@ -69,7 +69,8 @@ def test_reward_that_raises_on_every_sample(base_overrides: list[str], tmp_path:
     output = tmp_path / "out"
     done = train(
         merge_overrides(
-            base_overrides, [f"trainer.default_local_dir={output}", f"custom_reward_function.path={reward}"],
+            base_overrides,
+            [f"trainer.default_local_dir={output}", f"custom_reward_function.path={reward}"],
             ["trainer.controller=local"],
         )
     )
@@ -103,7 +104,7 @@ def test_no_space_left(base_overrides: list[str], tmp_path: Path) -> None:
             merge_overrides(
                 base_overrides,
                 [f"trainer.default_local_dir={mount}/run", "trainer.save_freq=1", "trainer.controller=local"],
-                [f"trainer.logger=[console]"],
+                ["trainer.logger=[console]"],
             )
         )
         assert done.returncode not in (0, None)

@@ -32,7 +32,8 @@ ALGORITHM = [
 
 def deterministic(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
     """Metrics without clocks and memory."""
-    return [{k: v for k, v in row["data"].items() if not k.startswith(("timing", "perf/", "weight_sync/"))} for row in rows]
+    timed = ("timing", "perf/", "weight_sync/")
+    return [{k: v for k, v in row["data"].items() if not k.startswith(timed)} for row in rows]
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -75,9 +76,7 @@ def test_resume_on_two_workers(run_training: Callable[..., list[dict[str, Any]]]
     assert deterministic(rest) == deterministic(whole[2:])
 
 
-def test_auto_resume_finds_the_newest(
-    run_training: Callable[..., list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_auto_resume_finds_the_newest(run_training: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
     """The default mode continues a run that is started again with the same command, and then has nothing left to do."""
     directory = f"trainer.default_local_dir={tmp_path}/same"
     run_training(*ALGORITHM, directory)

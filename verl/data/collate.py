@@ -44,7 +44,7 @@ def collate_fn(items: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor | n
                 raise DataError(
                     f"items of a batch differ in {key!r}: shapes {sorted(shapes, key=str)} (None: not a tensor)"
                 )
-            batch[key] = torch.stack(values)
+            batch[key] = torch.stack([value for value in values if isinstance(value, torch.Tensor)])
         else:
             batch[key] = object_array(values)
     return batch

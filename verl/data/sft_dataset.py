@@ -157,7 +157,7 @@ def conversation_tokens(
         raise DataError("the conversation has no assistant turn, so there is nothing to learn from")
     if only_last:
         turns = turns[-1:]
-    kwargs = {"tools": tools, "template_kwargs": template_kwargs}
+    kwargs: dict[str, Any] = {"tools": tools, "template_kwargs": template_kwargs}
     if not only_last and re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)):
         return _marked_by_template(tokenizer, messages, tools, template_kwargs)
     text = render(tokenizer, messages, add_generation_prompt=False, **kwargs)

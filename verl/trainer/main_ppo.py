@@ -120,7 +120,7 @@ class TaskRunner:
         data = self.config.data
         if not data.val_files:
             return None
-        dataset = create_dataset(data.val_files, tokenizer, data, max_samples=data.val_max_samples)
+        dataset: Any = create_dataset(data.val_files, tokenizer, data, max_samples=data.val_max_samples)
         batch_size = data.val_batch_size or len(dataset)
         return create_dataloader(
             dataset,
@@ -161,7 +161,8 @@ class TaskRunner:
         trainer = self.config.trainer
         if self.device == "cuda" and trainer.nnodes == 1 and trainer.n_gpus_per_node > torch.cuda.device_count():
             raise ConfigError(
-                f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: this machine has {torch.cuda.device_count()} GPU(s)"
+                f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: this machine has "
+                f"{torch.cuda.device_count()} GPU(s)"
             )
 
 

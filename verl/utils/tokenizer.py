@@ -14,17 +14,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False, **kwargs: Any) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | None, trust_remote_code: bool = False, **kwargs: Any) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model directory, or of a model name that the local cache knows.
 
     A tokenizer without a padding token gets its end-of-text token as one. This is safe here because masks are made
     from lengths, never from token ids.
 
     Raises:
-        ConfigError: there is no tokenizer, or it has neither a padding nor an end-of-text token.
+        ConfigError: no path, there is no tokenizer, or it has neither a padding nor an end-of-text token.
     """
     from transformers import AutoTokenizer
 
+    if path is None:
+        raise ConfigError("model.path is not set, so there is no tokenizer; give model.path or model.tokenizer_path")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)
     except (OSError, ValueError) as error:

@@ -190,9 +190,7 @@ class ActorRolloutRefWorker(RoleWorker):
             )
             self.join_mesh("rollout", self.actor)
         if "ref" in self.parts:
-            self.ref = self.make_engine(
-                config.model, config.ref.fsdp_config, None, head="lm"
-            )
+            self.ref = self.make_engine(config.model, config.ref.fsdp_config, None, head="lm")
             self.ref.build()
             self.join_mesh("ref", self.ref)
 

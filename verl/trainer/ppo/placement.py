@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,9 +57,7 @@ def role_classes(config: PPOConfig, device: str, total_steps: int, wrap: Any) ->
     runtime = {"device": device, "seed": config.trainer.seed, "timeout_s": section.nccl_timeout}
     actor = replace(section.actor, optim=_with_horizon(section.actor.optim, total_steps))
     role = "actor_rollout_ref" if config.use_reference_policy else "actor_rollout"
-    classes = {
-        "actor_rollout": wrap(ActorRolloutRefWorker, config=replace(section, actor=actor), role=role, **runtime)
-    }
+    classes = {"actor_rollout": wrap(ActorRolloutRefWorker, config=replace(section, actor=actor), role=role, **runtime)}
     if config.use_critic:
         critic = replace(config.critic, optim=_with_horizon(config.critic.optim, total_steps))
         classes["critic"] = wrap(CriticWorker, config=critic, rollout_n=section.rollout.n, **runtime)
@@ -97,7 +96,7 @@ def build_worker_groups(config: PPOConfig, device: str, total_steps: int) -> Wor
     )
 
 
-def _local_groups(config: PPOConfig, device: str, total_steps: int) -> dict[str, WorkerGroup]:
+def _local_groups(config: PPOConfig, device: str, total_steps: int) -> Mapping[str, WorkerGroup]:
     from verl.single_controller.local import LocalWorkerGroup
 
     for name, value in worker_env(config, device).items():
@@ -106,7 +105,7 @@ def _local_groups(config: PPOConfig, device: str, total_steps: int) -> dict[str,
     return {name: LocalWorkerGroup(cls, role=name) for name, cls in classes.items()}
 
 
-def _ray_groups(config: PPOConfig, device: str, total_steps: int) -> dict[str, WorkerGroup]:
+def _ray_groups(config: PPOConfig, device: str, total_steps: int) -> Mapping[str, WorkerGroup]:
     import ray
 
     from verl.single_controller.ray import (
@@ -135,6 +134,8 @@ def _ray_groups(config: PPOConfig, device: str, total_steps: int) -> dict[str, W
 
 def _with_horizon(optim: OptimConfig, total_steps: int) -> OptimConfig:
     """The learning-rate schedule of a run spans the run, unless it was given a length of its own."""
-    return optim if optim.total_training_steps and optim.total_training_steps > 0 else replace(
-        optim, total_training_steps=total_steps
+    return (
+        optim
+        if optim.total_training_steps and optim.total_training_steps > 0
+        else replace(optim, total_training_steps=total_steps)
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from verl.errors import ConfigError
@@ -22,15 +23,15 @@ ROLLOUT_ENGINES: dict[str, str] = {"hf": "verl.workers.rollout.hf.engine:HFRollo
 _NOT_SERVED = ("vllm", "sglang", "trtllm")
 
 
-def get_rollout_class(name: str) -> type[RolloutEngine]:
-    """The rollout engine class called ``name``.
+def get_rollout_class(name: str) -> Callable[..., RolloutEngine]:
+    """The rollout engine class called ``name``; it is made from the model and rollout sections and a device.
 
     Raises:
         ConfigError: the name is unknown, or names an engine that this version does not have.
     """
     if name in ROLLOUT_ENGINES:
         module, _, attribute = ROLLOUT_ENGINES[name].partition(":")
-        cls: type[RolloutEngine] = getattr(importlib.import_module(module), attribute)
+        cls: Callable[..., RolloutEngine] = getattr(importlib.import_module(module), attribute)
         return cls
     known = ", ".join(sorted(ROLLOUT_ENGINES))
     if name in _NOT_SERVED:
