@@ -118,10 +118,21 @@ def load_hf_config(model_config: ModelConfig) -> PreTrainedConfig:
         ) from error
     overrides = dict(model_config.override_config or {})
     overrides.update(overrides.pop("model_config", None) or {})
-    attention = overrides.pop("attn_implementation", None) or IMPLEMENTATION
+    attention = overrides.pop("attn_implementation", None)
     apply_overrides(config, overrides)
-    config._attn_implementation = attention
+    if attention is None and _uses_attention_interface(config):
+        attention = IMPLEMENTATION
+    config._attn_implementation = attention  # None: what Transformers chooses
     return config
+
+
+def _uses_attention_interface(config: PreTrainedConfig) -> bool:
+    """Whether the family lets attention be replaced; code that comes with a model is not trusted to."""
+    try:
+        model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError:
+        return False
+    return bool(getattr(model_class, "_supports_attention_backend", False))
 
 
 def apply_overrides(config: PreTrainedConfig, overrides: Mapping[str, Any], where: str = "override_config") -> None:
@@ -189,7 +200,7 @@ def load_value_model(
     if type(config) not in AutoModelForTokenClassification._model_mapping:
         model_class = _token_classification_class(config)
     model, missing = _from_pretrained(model_class, model_config, dtype, config, report=True)
-    if any(name.startswith("score.") for name in missing):
+    if missing:
         with torch.no_grad():
             for parameter in model.score.parameters():
                 parameter.zero_()
@@ -210,7 +221,7 @@ def load_classifier(
     model, missing = _from_pretrained(AutoModelForSequenceClassification, model_config, dtype, config, report=True)
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
         raise ConfigError(f"{type(model).__name__} has no linear head named 'score'; use a decoder-style reward model")
-    if any(name.startswith("score.") for name in missing):
+    if missing:
         logger.warning(
             "%s has no trained score head; it starts at zero and every score is 0 until it is trained",
             model_config.path,
@@ -256,6 +267,7 @@ def _from_pretrained(
     *,
     report: bool = False,
 ) -> Any:
+    """Load, and insist that every parameter comes from the files; with ``report`` the head may be missing."""
     directory = resolve_model_dir(model_config.path, use_shm=model_config.use_shm)
     import_external_lib(model_config.external_lib)
     try:
@@ -271,9 +283,10 @@ def _from_pretrained(
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load a model from {directory}: {error}") from error
     missing = sorted(info["missing_keys"])
-    if not report and missing:
+    lacking = [name for name in missing if not (report and name.startswith("score."))]
+    if lacking:
         raise ConfigError(
-            f"{directory} lacks {len(missing)} of the parameters of {type(model).__name__}, first {missing[0]!r}; "
+            f"{directory} lacks {len(lacking)} of the parameters of {type(model).__name__}, first {lacking[0]!r}; "
             "the files do not belong to this model type"
         )
     return (model, missing) if report else model

@@ -85,15 +85,27 @@ def token_log_probs(
     return log_probs, entropies if entropy else None
 
 
-def _log_softmax(logits: Tensor, factor: float, softcap: float | None, temperature: float) -> Tensor:
-    """Float32 log-softmax of transformed logits."""
-    x = logits.float()
+def _log_softmax(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    temperature: float,
+    need_slope: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Float32 log-softmax of the transformed logits, and the soft cap's derivative if asked for."""
+    x = linear(hidden, weight, bias).float()
+    slope: Tensor | None = None
     if softcap is None:
-        if factor != temperature:
-            x = x * (factor / temperature)
+        if scale != temperature:
+            x.mul_(scale / temperature)
     else:
-        x = torch.tanh(x * (factor / softcap)) * (softcap / temperature)
-    return torch.log_softmax(x, -1)
+        x.mul_(scale / softcap).tanh_()
+        if need_slope:  # of c*tanh(x/c)
+            slope = 1.0 - x * x
+        x.mul_(softcap / temperature)
+    return torch.log_softmax(x, -1), slope
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -117,13 +129,13 @@ class _TokenLogProbs(torch.autograd.Function):
         kept: Tensor | None = None
         for start in range(0, count, rows):
             end = min(start + rows, count)
-            logits = linear(hidden[start:end], weight, bias)
-            log_p = _log_softmax(logits, scale, softcap, temperature)
+            log_p, _ = _log_softmax(hidden[start:end], weight, bias, scale, softcap, temperature)
             log_probs[start:end] = log_p.gather(1, targets[start:end, None])[:, 0]
             if entropy:
-                entropies[start:end] = -(log_p.exp() * log_p).sum(-1)
+                entropies[start:end] = log_p.exp().mul_(log_p).sum(-1).neg_()
             if single and softcap is None:
                 kept = log_p
+            del log_p  # before the next chunk is made
         ctx.save_for_backward(hidden, weight, bias, targets, kept, entropies)
         ctx.settings = (temperature, scale, softcap, entropy, rows)
         return log_probs, entropies
@@ -144,21 +156,21 @@ class _TokenLogProbs(torch.autograd.Function):
             part = hidden[start:end]
             slope: Tensor | None = None
             if kept is None:
-                logits = linear(part, weight, bias)
-                log_p = _log_softmax(logits, scale, softcap, temperature)
-                if softcap is not None:  # derivative of c*tanh(x/c)
-                    slope = 1.0 - torch.tanh(logits.float() * (scale / softcap)).square_()
-                del logits
+                log_p, slope = _log_softmax(part, weight, bias, scale, softcap, temperature, need_slope=True)
             else:
                 log_p = kept
-            p = log_p.exp()
             grad = grad_log_probs[start:end, None]
             if entropy:
                 # dH/dx_j = -p_j (log p_j + H);  d log p_t/dx_j = [j=t] - p_j
-                weighted = (log_p + entropies[start:end, None]).mul_(grad_entropies[start:end, None]).add_(grad)
-                d_logits = p.mul_(weighted).neg_()
+                d_logits = log_p.exp().neg_()
+                weighted = log_p if kept is None else log_p.clone()
+                d_logits.mul_(
+                    weighted.add_(entropies[start:end, None]).mul_(grad_entropies[start:end, None]).add_(grad)
+                )
+                del weighted
             else:
-                d_logits = p.mul_(-grad)
+                d_logits = (log_p.exp_() if kept is None else log_p.exp()).mul_(-grad)
+            del log_p
             d_logits.scatter_add_(1, targets[start:end, None], grad)
             if slope is not None:
                 d_logits.mul_(slope)

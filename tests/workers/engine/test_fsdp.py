@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.workers.engine.reference import (
     CLIP,
@@ -341,3 +341,28 @@ def test_options_that_do_not_exist_are_refused(tiny_model_dir: str) -> None:
         make_engine(tiny_model_dir, head="policy")
     with pytest.raises(ConfigError, match="NoSuchLayer"):
         decoder_layers(make_engine(tiny_model_dir).module.model, ["NoSuchLayer"])
+
+
+def test_a_family_without_replaceable_attention_runs_padded(
+    tmp_path: Path, batch: dict[str, Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = AutoConfig.for_model("bloom", hidden_size=32, n_layer=2, n_head=4, vocab_size=104)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    engine = make_engine(str(tmp_path))
+    assert not engine.packed
+    assert "rows are padded instead" in caplog.text
+    reference = run_reference(str(tmp_path), batch, steps=1)
+    out = engine.forward(batch, POLICY, micro=MicroBatching(size=3), temperature=TEMPERATURE)
+    torch.testing.assert_close(out["log_probs"], reference["log_probs"], rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.slow
+def test_compiled_layers_give_the_same_numbers(
+    tiny_model_dir: str, batch: dict[str, Tensor], reference: dict[str, Any]
+) -> None:
+    engine = make_engine(tiny_model_dir, fsdp={"use_torch_compile": True})
+    metrics = engine.train_batch(batch, policy_loss, want=POLICY, micro=MicroBatching(size=3), temperature=TEMPERATURE)
+    assert metrics["grad_norm"].value == pytest.approx(reference["grad_norm"][0], rel=1e-4)
+    assert_same(parameters(engine), reference["params"][0], atol=5e-4)
+    assert list(parameters(engine)) == list(reference["params"][0])
