@@ -17,6 +17,7 @@ import ray
 from verl.errors import WorkerError
 from verl.single_controller.base import ClassWithInitArgs
 from verl.single_controller.base.failure import worker_error
+from verl.utils.logging import setup_logging
 from verl.utils.transport import pack
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class WorkerHost:
             WorkerError: a constructor raised.
         """
         os.environ.update(environment)
+        setup_logging("+".join(roles))
         self._verl_rank = int(environment["RANK"])
         for role, class_with_args in roles.items():
             try:
