@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import psutil
 import torch
@@ -45,6 +44,11 @@ def get_torch_device(name: str, index: int | None = None) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device() if index is None else index)
+
+
+def device_name(device: str | torch.device) -> str:
+    """The product name of the current CUDA device; ``"cpu"`` for a CPU."""
+    return str(torch.cuda.get_device_name()) if torch.device(device).type == "cuda" else "cpu"
 
 
 def local_device_index(local_rank: int) -> int:
@@ -131,8 +135,3 @@ def cpu_count() -> int:
     with contextlib.suppress(AttributeError):  # not every platform has affinity
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def device_rng_state(device: str | torch.device) -> Any:
-    """Random state of the current CUDA device; None on CPU."""
-    return torch.cuda.get_rng_state() if torch.device(device).type == "cuda" else None

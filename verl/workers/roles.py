@@ -34,7 +34,9 @@ from verl.models.loading import import_external_lib
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.device import device_name
 from verl.utils.distributed import init_process_group
+from verl.utils.flops import model_flops_utilization
 from verl.utils.metrics import MetricSet, mmax, mmean
 from verl.utils.seeding import derive_seed, set_seed
 from verl.utils.tokenizer import load_tokenizer
@@ -143,7 +145,13 @@ class RoleWorker(Worker):
                 full = name if "/" in name else f"{prefix}/{name}"
                 as_mean = metric if metric.reduction in ("min", "max") else mmean(metric.value, 1.0)
                 metrics.merge({full: as_mean})
-        logger.debug("%s: %d updates in %.2f s", prefix, len(updates), time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        logger.debug("%s: %d updates in %.2f s", prefix, len(updates), seconds)
+        if engine.flops is not None:
+            flops = epochs * engine.flops.train(batch["attention_mask"].sum(-1).tolist())
+            mfu = model_flops_utilization(flops, seconds, 1, device_name(self.device))
+            if mfu is not None:
+                metrics[f"perf/mfu/{prefix}"] = mmean(mfu, 1.0)
         return metrics.merge(self.memory_metrics(engine))
 
 

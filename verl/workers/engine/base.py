@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.errors import ConfigError
+from verl.utils.flops import FlopsCounter
 from verl.utils.metrics import MetricSet
 
 
@@ -102,6 +103,8 @@ class TrainEngine(ABC):
     """
 
     layout: ParallelLayout
+    #: operations of the model, for utilisation metrics; None when the engine does not count them
+    flops: FlopsCounter | None = None
 
     @abstractmethod
     def build(self) -> None:

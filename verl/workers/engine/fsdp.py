@@ -27,6 +27,7 @@ from verl.models.loading import (
 from verl.models.packing import RowLayout, build_layout
 from verl.utils.device import device_memory_stats, empty_cache, get_torch_device
 from verl.utils.distributed import get_rank, get_world_size, init_process_group
+from verl.utils.flops import FlopsCounter
 from verl.utils.metrics import MetricSet, mmean, msum
 from verl.workers.engine import state
 from verl.workers.engine.base import GlobalBatchInfo, LossFn, MemoryStats, MicroBatching, ParallelLayout, TrainEngine
@@ -108,6 +109,7 @@ class FSDPEngine(TrainEngine):
         self.precision = Precision.of(self.fsdp_config, self.device, trained=self.optim_config is not None)
 
         config = load_hf_config(self.model_config)
+        self.flops = FlopsCounter.from_config(config, head_outputs=None if self.head == "lm" else 1)
         self.packed = bool(self.model_config.use_remove_padding) and supports_packing(config)
         if self.model_config.use_remove_padding and not self.packed:
             logger.warning("%s cannot run without padding; rows are padded instead", type(config).__name__)
