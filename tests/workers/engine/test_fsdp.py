@@ -317,6 +317,15 @@ def test_offloading_changes_no_number(tiny_model_dir: str, batch: dict[str, Tens
             engine.train_batch(batch, policy_loss, want=POLICY, micro=MicroBatching(size=3))
     assert_same(parameters(moved), parameters(plain), atol=0)
     assert_same(parameters(policy), parameters(plain), atol=0)
+    half = make_engine(tiny_model_dir, compute="bfloat16")
+    half_moved = make_engine(
+        tiny_model_dir, compute="bfloat16", fsdp={"param_offload": True, "optimizer_offload": True}
+    )
+    for engine in (half, half_moved):
+        for _ in range(2):
+            engine.train_batch(batch, policy_loss, want=POLICY, micro=MicroBatching(size=3))
+            engine.forward(batch, POLICY, micro=WHOLE)
+    assert_same(parameters(half_moved), parameters(half), atol=0)
     with moved.resident(optimizer=True), moved.resident(optimizer=False):
         assert next(moved.module.parameters()).device.type == "cpu"
     assert moved.memory().host_used > 10 * 2**20

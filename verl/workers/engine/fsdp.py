@@ -122,7 +122,6 @@ class FSDPEngine(TrainEngine):
         if self.fsdp_config.use_torch_compile:
             _compile_dense_parts(decoder_layers(hf_model, []))
         self.module: HeadModel = HEADS[self.head](hf_model)
-        self._names = [name for name, _ in self.module.hf_named_tensors()]
 
         self._fsdp: FSDPModule | None = None  # the module again, if FSDP manages it
         self._shard_group: dist.ProcessGroup | None = None
