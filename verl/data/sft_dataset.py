@@ -50,6 +50,8 @@ class SFTDataset(Dataset):
         DataError: a file or a row is not as described; the message names it.
     """
 
+    multiturn = False
+
     def __init__(
         self,
         data_files: str | Path | Sequence[str | Path],
@@ -59,7 +61,7 @@ class SFTDataset(Dataset):
         self.config = as_sft_data_config(config)
         self.tokenizer = tokenizer
         self.template_kwargs = dict(self.config.apply_chat_template_kwargs)
-        self.multiturn = self.config.multiturn.enable
+        self.multiturn = self.multiturn or self.config.multiturn.enable
         keys = [self.config.prompt_key, self.config.response_key]
         self.rows = Rows(data_files, required=[self.config.multiturn.messages_key] if self.multiturn else keys)
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
@@ -118,15 +120,7 @@ class SFTDataset(Dataset):
 class MultiTurnSFTDataset(SFTDataset):
     """An :class:`SFTDataset` whose rows are conversations, whatever ``multiturn.enable`` says."""
 
-    def __init__(
-        self,
-        data_files: str | Path | Sequence[str | Path],
-        tokenizer: PreTrainedTokenizerBase,
-        config: SFTDataConfig | Mapping[str, Any],
-    ) -> None:
-        section = as_sft_data_config(config)
-        super().__init__(data_files, tokenizer, section)
-        self.multiturn = True
+    multiturn = True
 
 
 def conversation_tokens(
