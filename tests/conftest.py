@@ -80,3 +80,21 @@ def _leave_process_group() -> Iterator[None]:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _forget_plug_ins() -> Iterator[None]:
+    """What a test registers must not be known to the next one."""
+    yield
+    import sys
+
+    for module, name in (
+        ("verl.algorithms.registry", "ADV_ESTIMATORS"),
+        ("verl.algorithms.registry", "POLICY_LOSSES"),
+        ("verl.rewards.manager", "REWARD_MANAGERS"),
+        ("verl.utils.tracking", "TRACKERS"),
+    ):
+        registry = getattr(sys.modules.get(module), name, None)
+        if registry is not None:
+            for key in [key for key in registry if not registry[key].__module__.startswith("verl.")]:
+                del registry._items[key]
