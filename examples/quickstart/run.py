@@ -88,11 +88,15 @@ def main() -> None:
     metrics = read_metrics(metrics_file)
     result: dict[str, Any] = summarise(metrics) | {"seconds": round(time.perf_counter() - started, 1), "seed": seed}
     (output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    draw_reward_curve(metrics, output / "reward.png", title=f"sort five digits, {arguments.algorithm.upper()}, seed {seed}")
+    draw_reward_curve(
+        metrics, output / "reward.png", title=f"sort five digits, {arguments.algorithm.upper()}, seed {seed}"
+    )
     show_samples(output / "validation", count=4)
     print_phases(metrics)
     print_table(result)
-    print(f"reward curve: {output / 'reward.png'}   all metrics: {metrics_file}   completions: {output / 'validation'}/")
+    print(
+        f"reward curve: {output / 'reward.png'}   all metrics: {metrics_file}   completions: {output / 'validation'}/"
+    )
 
 
 def sft_command(output: Path, seed: int) -> list[str]:
@@ -108,7 +112,8 @@ def sft_command(output: Path, seed: int) -> list[str]:
         "optim.lr=2e-3",
         "optim.betas=[0.9,0.98]",
         "optim.lr_warmup_steps=30",
-        "trainer.total_training_steps=100",
+        "optim.lr_scheduler_type=constant",
+        "trainer.total_training_steps=120",
         "trainer.n_gpus_per_node=1",
         f"trainer.default_local_dir={output}/sft",
         f"trainer.seed={seed}",

@@ -70,6 +70,9 @@ class FSDPConfig(Config):
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig, "Which modules become one unit of sharding.")
     ulysses_sequence_parallel_size: int = opt(1, "Ranks that share one sequence (Ulysses).", ge=1)
     use_torch_compile: bool = opt(False, "Compile the model with torch.compile.")
+    entropy_checkpointing: bool = opt(
+        False, "Recompute logits in the backward pass instead of keeping them, as model.use_fused_kernels does."
+    )
 
     def problems(self) -> Iterator[str]:
         if self.fsdp_size == 0:

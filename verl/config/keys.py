@@ -26,6 +26,8 @@ PPO_ALIASES: Mapping[str, str] = {
     "critic.grad_clip": "critic.optim.clip_grad",
     "critic.ulysses_sequence_parallel_size": "critic.fsdp_config.ulysses_sequence_parallel_size",
     "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
+    "actor_rollout_ref.actor.entropy_checkpointing": "actor_rollout_ref.actor.fsdp_config.entropy_checkpointing",
+    "actor_rollout_ref.ref.entropy_checkpointing": "actor_rollout_ref.ref.fsdp_config.entropy_checkpointing",
     "actor_rollout_ref.actor.use_torch_compile": "actor_rollout_ref.actor.fsdp_config.use_torch_compile",
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": (
         "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
@@ -141,8 +143,8 @@ _TRAIN_RM = (
     "it is"
 )
 _CHUNKS = (
-    "chooses how log-probabilities and entropy are computed; here they are always computed piece by piece from hidden "
-    "states and recomputed in the backward pass, so leave it out"
+    "chooses how log-probabilities and entropy are computed; here that is always piece by piece from hidden states, so "
+    "leave it out (model.use_fused_kernels=True keeps no logits for the backward pass)"
 )
 _COVARIANCE = (
     "is for the clip_cov and kl_cov policy losses, which are not in this version; use policy_loss.loss_mode=vanilla"
@@ -170,9 +172,7 @@ UNSUPPORTED: Sequence[Unsupported] = (
         "is an option of FSDP1; name the classes to shard in wrap_policy.transformer_layer_cls_to_wrap",
         (0,),
     ),
-    Unsupported("**.entropy_checkpointing", _CHUNKS, (True, False)),
     Unsupported("**.entropy_from_logits_with_chunking", _CHUNKS, (True, False)),
-    Unsupported("**.use_fused_kernels", _CHUNKS, (True, False)),
     # LoRA
     Unsupported("**.lora_rank", _LORA, (0,)),
     Unsupported("**.lora.rank", _LORA, (0,)),

@@ -25,4 +25,7 @@ class ModelConfig(Config):
         True, "Recompute a layer's activations in the backward pass instead of keeping them."
     )
     enable_activation_offload: bool = opt(False, "Keep checkpointed activations in host memory between the passes.")
+    use_fused_kernels: bool = opt(
+        False, "Recompute a chunk's logits in the backward pass: no logits are kept, at the cost of one more product."
+    )
     use_remove_padding: bool = opt(True, "Pack the samples of a micro-batch without padding tokens.")

@@ -438,8 +438,8 @@ class RewardModelWorker(RoleWorker):
                 "input_ids": input_ids,
                 "attention_mask": attention_mask,
                 "position_ids": (attention_mask.cumsum(-1) - 1).clamp_(min=0),
-                # the whole conversation counts: the engine cuts batches by it
-                "response_mask": attention_mask[:, 1:],
+                # every token but the first, which nothing precedes
+                "response_mask": attention_mask[:, 1:] * attention_mask[:, :-1],
             },
             batch_size=[len(rows)],
         )
