@@ -282,13 +282,21 @@ class BatchRewardManager(RewardManager):
 
     arguments = BATCH_ARGUMENTS
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.compute_score.function is default_compute_score:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        num_examine: int,
+        compute_score: Callable[..., Any] | None = None,
+        reward_fn_key: str = "data_source",
+        *,
+        scoring: ScoringOptions | None = None,
+    ) -> None:
+        if compute_score in (None, default_compute_score):
             raise ConfigError(
                 "reward manager 'batch' needs a function that scores a whole batch; set custom_reward_function.path, "
                 "or use reward_manager=naive with the built-in rules"
             )
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, scoring=scoring)
 
     def outcomes(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
         limit = self.scoring.timeout_s
