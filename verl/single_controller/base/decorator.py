@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -196,14 +196,14 @@ class CallRule:
     materialize_futures: bool
     auto_padding: bool | None
 
-    def functions(self) -> tuple[DispatchFn, CollectFn]:
-        """The dispatch and the collect function."""
+    def functions(self) -> tuple[DispatchFn, CollectFn, Callable[..., Sequence[int]] | None]:
+        """The dispatch and the collect function, and the one that says whose results are used; None uses all."""
         mode = self.dispatch_mode
         functions = mode if isinstance(mode, Mapping) else get_predefined_dispatch_fn(mode)
         dispatch_fn, collect_fn = functions["dispatch_fn"], functions["collect_fn"]
         if getattr(dispatch_fn, "takes_padding", False):
             dispatch_fn = functools.partial(dispatch_fn, _auto_padding=self.auto_padding)
-        return dispatch_fn, collect_fn
+        return dispatch_fn, collect_fn, functions.get("collect_ranks")
 
     @property
     def rank_zero_only(self) -> bool:

@@ -157,7 +157,8 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[
         mesh_name: name of the mesh; one role may register several.
 
     Returns:
-        What ``register(dispatch_mode=...)`` takes.
+        What ``register(dispatch_mode=...)`` takes. ``collect_ranks`` in it tells which ranks' results are used; the
+        others' stay where they are.
     """
 
     @takes_padding
@@ -170,8 +171,11 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[
 
         return tuple(map(to_ranks, by_shard)), {name: to_ranks(shards) for name, shards in by_shard_kw.items()}
 
+    def collect_ranks(worker_group: WorkerGroup) -> tuple[int, ...]:
+        return worker_group.mesh(mesh_name).collect_ranks
+
     def collect(worker_group: WorkerGroup, output: list[Any]) -> Any:
         # in the order of the shards, which need not be the order of the ranks
-        return join([output[rank] for rank in worker_group.mesh(mesh_name).collect_ranks])
+        return join([output[rank] for rank in collect_ranks(worker_group)])
 
-    return {"dispatch_fn": dispatch, "collect_fn": collect}
+    return {"dispatch_fn": dispatch, "collect_fn": collect, "collect_ranks": collect_ranks}

@@ -10,7 +10,7 @@ import difflib
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,9 +166,25 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def _submit(
-        self, ranks: Sequence[int], method: str, args: Sequence[Sequence[Any]], kwargs: Sequence[Mapping[str, Any]]
+        self,
+        ranks: Sequence[int],
+        method: str,
+        args: Sequence[Sequence[Any]],
+        kwargs: Sequence[Mapping[str, Any]],
+        used: Container[int] | None = None,
     ) -> list[Any]:
-        """Start ``method`` on ``ranks`` with each rank's own arguments; references in the order of ``ranks``."""
+        """Start ``method`` on ``ranks``.
+
+        Args:
+            ranks: who runs.
+            method: what they run.
+            args: each rank's own positional arguments.
+            kwargs: each rank's own keyword arguments.
+            used: ranks whose results are used; the others' may be None. None uses all.
+
+        Returns:
+            References in the order of ``ranks``.
+        """
 
     @abstractmethod
     def _fetch(
@@ -206,7 +222,12 @@ class WorkerGroup(ABC):
                 setattr(self, name, BoundMethod(self, name, function, rule))
 
     def _submit_split(
-        self, ranks: Iterable[int], method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        ranks: Iterable[int],
+        method: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        used: Container[int] | None = None,
     ) -> list[Any]:
         """:meth:`_submit` for arguments that hold one value per rank of the whole group."""
         for name, values in [*enumerate(args), *kwargs.items()]:
@@ -222,6 +243,7 @@ class WorkerGroup(ABC):
             method,
             [[values[rank] for values in args] for rank in ranks],
             [{name: values[rank] for name, values in kwargs.items()} for rank in ranks],
+            used,
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -262,7 +284,7 @@ class BoundMethod:
         self._name = name
         self._function = function
         self._rule = rule
-        self._dispatch, self._collect = rule.functions()
+        self._dispatch, self._collect, self._collect_ranks = rule.functions()
         self._blocking = rule.blocking
         self._timeout_s: float | None = None
 
@@ -286,7 +308,8 @@ class BoundMethod:
             raise TypeError(f"{group.role}.{self._name}{self.__signature__}: {error}") from None
         split_args, split_kwargs = self._dispatch(group, *args, **kwargs)
         ranks = [0] if self._rule.rank_zero_only else list(range(group.world_size))
-        references = group._submit_split(ranks, self._name, split_args, split_kwargs)
+        used = None if self._collect_ranks is None else frozenset(self._collect_ranks(group))
+        references = group._submit_split(ranks, self._name, split_args, split_kwargs, used)
         timeout_s = group.timeout_s if self._timeout_s is None else self._timeout_s
         output: Any = group._fetch(references, self._name, timeout_s, ranks=ranks) if self._blocking else references
         if self._rule.rank_zero_only:

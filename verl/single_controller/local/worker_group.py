@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from verl.errors import ConfigError, WorkerError
@@ -79,7 +79,12 @@ class LocalWorkerGroup(WorkerGroup):
         self._process.roles.clear()
 
     def _submit(
-        self, ranks: Sequence[int], method: str, args: Sequence[Sequence[Any]], kwargs: Sequence[Mapping[str, Any]]
+        self,
+        ranks: Sequence[int],
+        method: str,
+        args: Sequence[Sequence[Any]],
+        kwargs: Sequence[Mapping[str, Any]],
+        used: Container[int] | None = None,
     ) -> list[Any]:
         if self.role not in self._process.classes:
             raise ConfigError(f"this group holds the roles {list(self.roles)}; call one of them through spawn()")
@@ -137,6 +142,8 @@ class _Process:
         os.environ.update(self.environment)
         try:
             yield
+        except WorkerError:
+            raise  # of a worker that this one waited for: the origin is what helps
         except Exception as error:
             raise worker_error(role, 0, method, error, __file__) from error
         finally:

@@ -6,8 +6,8 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -93,8 +93,6 @@ class _Processes:
     roles: dict[str, type]
     pool: RayResourcePool | None
     tenant: str
-    owns_pool: bool = False
-    meshes: dict[str, Any] = field(default_factory=dict)
 
     def end(self) -> None:
         """Kill the actors of this group and give up its share of the pool."""
@@ -102,8 +100,6 @@ class _Processes:
             ray.kill(handle, no_restart=True)
         if self.pool is not None:
             self.pool.unclaim(self.tenant)
-            if self.owns_pool:
-                self.pool.release()
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -166,12 +162,11 @@ class RayWorkerGroup(WorkerGroup):
                 )
         self._processes = _processes
         self._role_names = tuple(_processes.roles)
-        if role is None or role not in _processes.roles:
-            role = role or "_".join(_processes.roles)
-        only = _processes.roles.get(role) if role in _processes.roles else None
-        if only is None and len(_processes.roles) == 1:
-            ((role, only),) = _processes.roles.items()
-        super().__init__(role, only, len(_processes.handles), timeout_s)
+        if len(_processes.roles) == 1:
+            role = self._role_names[0]
+        super().__init__(
+            role or "_".join(self._role_names), _processes.roles.get(role or ""), len(_processes.handles), timeout_s
+        )
 
     @classmethod
     def from_detached(
@@ -246,7 +241,12 @@ class RayWorkerGroup(WorkerGroup):
     # ---- calls ----------------------------------------------------------------------------------------------
 
     def _submit(
-        self, ranks: Sequence[int], method: str, args: Sequence[Sequence[Any]], kwargs: Sequence[Mapping[str, Any]]
+        self,
+        ranks: Sequence[int],
+        method: str,
+        args: Sequence[Sequence[Any]],
+        kwargs: Sequence[Mapping[str, Any]],
+        used: Container[int] | None = None,
     ) -> list[Any]:
         if self.role not in self._processes.roles:
             raise ConfigError(f"this group holds the roles {list(self.roles)}; call one of them through spawn()")
@@ -258,6 +258,7 @@ class RayWorkerGroup(WorkerGroup):
             self._processes.handles[rank].verl_call.remote(
                 self.role,
                 method,
+                used is None or rank in used,
                 *(sent.form_of(value) for value in args[index]),
                 **{name: sent.form_of(value) for name, value in kwargs[index].items()},
             )
@@ -328,7 +329,7 @@ def _wait(
         if not ready:
             late = sorted(ranks.get(reference, -1) for reference in pending)
             raise WorkerError(
-                role, late[0], method, f"no result from ranks {late} within {timeout_s:g} s; they still run"
+                role, late[0], method, f"no result from ranks {late} within {timeout_s:.3g} s; they still run"
             )
         ready, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
         failures = {}
@@ -432,7 +433,7 @@ def _start(
             handle.verl_setup.remote(place, payload) for handle, place in zip(processes.handles, places, strict=True)
         ]
         ranks = {reference: rank for rank, reference in enumerate(setups)}
-        _wait(setups, ranks, label, "__init__", deadline - time.monotonic())
+        _wait(setups, ranks, label, "__init__", max(0.0, deadline - time.monotonic()))
     except BaseException:
         processes.end()
         raise
@@ -476,9 +477,11 @@ def _attach(worker_names: Sequence[str] | None, worker_handles: Sequence[Any] | 
     return _Processes(handles, names, infos, answers[0][1], None, "")
 
 
-def _ask(handles: Sequence[Any], method: str, role: str, timeout_s: float) -> list[Any]:
-    references = [getattr(handle, method).remote() for handle in handles]
-    return _wait(references, {reference: rank for rank, reference in enumerate(references)}, role, method, timeout_s)
+def _ask(handles: Sequence[Any], question: str, role: str, timeout_s: float) -> list[Any]:
+    """Ask every process something about itself; part of starting, and reported as such."""
+    references = [getattr(handle, question).remote() for handle in handles]
+    ranks = {reference: rank for rank, reference in enumerate(references)}
+    return _wait(references, ranks, role, "__init__", max(0.0, timeout_s))
 
 
 def _plain_class(cls: Any) -> type:

@@ -83,8 +83,8 @@ class WorkerHost:
         """Rank and the roles' classes, for a controller that attaches later."""
         return self._verl_rank, self._verl_classes
 
-    def verl_call(self, _verl_role: str, _verl_method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method of a role.
+    def verl_call(self, _verl_role: str, _verl_method: str, _verl_used: bool, *args: Any, **kwargs: Any) -> Any:
+        """Run a method of a role; the result stays here, as None, when it is not used.
 
         Raises:
             WorkerError: it raised; carries the traceback as text, because exceptions of user code may not pickle.
@@ -93,7 +93,7 @@ class WorkerHost:
             result = getattr(self._verl_roles[_verl_role], _verl_method)(*args, **kwargs)
             if inspect.iscoroutine(result):
                 result = self._verl_run(result)
-            return pack(result)
+            return pack(result) if _verl_used else None
         except WorkerError:
             raise  # of a worker that this one waited for: the origin is what helps
         except Exception as error:
@@ -129,7 +129,7 @@ def host_class(roles: Mapping[str, ClassWithInitArgs]) -> type:
 
 def _forward(role: str, method: str) -> Any:
     def forward(self: WorkerHost, *args: Any, **kwargs: Any) -> Any:
-        return self.verl_call(role, method, *args, **kwargs)
+        return self.verl_call(role, method, True, *args, **kwargs)
 
     forward.__name__ = method
     return forward
