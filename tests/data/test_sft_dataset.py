@@ -123,6 +123,10 @@ def test_token_across_the_border_is_tokenised_as_in_use() -> None:
     assert learned(tokenizer, talk) == ["A<|im_end|>"]
 
 
+def test_conversation_that_the_assistant_begins() -> None:
+    assert learned(tokenizer_with(CHATML), TALK[1:]) == ["yo<|im_end|>", "ok then<|im_end|>"]
+
+
 def test_tool_turns_are_not_learned() -> None:
     talk = [*TALK[:2], {"role": "tool", "content": "42"}, TALK[3]]
     assert learned(tokenizer_with(CHATML), talk) == ["yo<|im_end|>", "ok then<|im_end|>"]

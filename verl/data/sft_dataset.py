@@ -168,7 +168,7 @@ def _turn_span(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], number: int, text: str, kwargs: Mapping[str, Any]
 ) -> Span:
     """Where an assistant turn, with the token that ends it, lies in the conversation's text."""
-    opened = render(tokenizer, messages[:number], add_generation_prompt=True, **kwargs) if number else ""
+    opened = _opened(tokenizer, messages, number, text, kwargs)
     if text.startswith(opened):
         start = len(opened)
     else:
@@ -184,6 +184,18 @@ def _turn_span(
     through = render(tokenizer, messages[: number + 1], add_generation_prompt=False, **kwargs)
     exact = text.startswith(through) and len(through) > start
     return start, _after_end_token(tokenizer, text, start, len(through) if exact else len(text), exact=exact)
+
+
+def _opened(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], number: int, text: str, kwargs: Mapping[str, Any]
+) -> str:
+    """The conversation before a turn, with the assistant's turn opened."""
+    if number:
+        return render(tokenizer, messages[:number], add_generation_prompt=True, **kwargs)
+    # many templates cannot render an empty conversation: see how a turn is opened after the first message instead
+    closed = render(tokenizer, messages[:1], add_generation_prompt=False, **kwargs)
+    opening = render(tokenizer, messages[:1], add_generation_prompt=True, **kwargs)[len(closed) :]
+    return text[: text.find(opening) + len(opening)] if opening and opening in text else ""
 
 
 def _after_end_token(tokenizer: PreTrainedTokenizerBase, text: str, start: int, end: int, *, exact: bool) -> int:
