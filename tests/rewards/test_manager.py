@@ -106,7 +106,7 @@ def test_extra_values_have_one_entry_per_sample() -> None:
     assert info["pred"] == ["x", None, None]
     assert info["note"] == [None, None, None]
     assert result["reward_tensor"].sum(1).tolist() == [1.0, 0.5, 0.0]
-    assert "response_mask" not in result
+    assert result["sample_mask"].tolist() == [True, True, True]
     assert result["reward_metrics"] == {
         "reward/errors": 0.0,
         "reward/timeouts": 0.0,
@@ -144,7 +144,7 @@ def test_errors_as_a_configured_score() -> None:
     assert result["reward_tensor"].sum(1).tolist() == [1.0, 0.0, -1.0]
     assert result["reward_metrics"]["reward/errors"] == 1.0
     assert result["reward_metrics"]["reward/abstained"] == 0.0
-    assert "response_mask" not in result
+    assert result["sample_mask"].tolist() == [True, True, True]
 
 
 def test_errors_and_abstentions_take_samples_out_of_the_loss() -> None:
@@ -152,8 +152,7 @@ def test_errors_and_abstentions_take_samples_out_of_the_loss() -> None:
     data = batch(["a", "b", "c"])
     result = manager(function, on_error="abstain")(data, return_dict=True)
     assert result["reward_tensor"].sum(1).tolist() == [1.0, 0.0, 0.0]
-    assert result["response_mask"].tolist() == [[1, 1, 0, 0, 0, 0], [0] * 6, [0] * 6]
-    assert data.batch["response_mask"].sum(1).tolist() == [2, 2, 2]  # the batch itself is not changed
+    assert result["sample_mask"].tolist() == [True, False, False]
     assert result["reward_metrics"]["reward/errors"] == 1.0
     assert result["reward_metrics"]["reward/abstained"] == 2.0
     assert [math.isnan(s) for s in result["reward_extra_info"]["score"]] == [False, True, True]
@@ -195,6 +194,7 @@ def test_ready_made_scores_pass_through() -> None:
     result = manager(by_text({}))(data, return_dict=True)
     assert torch.equal(result["reward_tensor"], data.batch["rm_scores"])
     assert result["reward_extra_info"] == {"acc": [1, 0]}
+    assert result["sample_mask"].tolist() == [True, True]
 
 
 def test_missing_fields_are_named() -> None:

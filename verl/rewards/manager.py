@@ -16,7 +16,7 @@ from verl.errors import ConfigError, RewardError
 from verl.rewards.default import default_compute_score
 from verl.rewards.function import ARGUMENTS, BATCH_ARGUMENTS, ScoreFunction
 from verl.rewards.outcome import OutcomeKind, RewardOutcome, as_outcome
-from verl.rewards.samples import Sample, decode_samples, last_scored_position, valid_response_mask
+from verl.rewards.samples import Sample, decode_samples, last_scored_position
 from verl.rewards.scoring import Scorer, make_scorer
 from verl.utils.registry import Registry
 
@@ -128,9 +128,8 @@ class RewardManager(ABC):
             * ``reward_tensor``: those scores;
             * ``reward_extra_info``: lists of length B, ``score`` and what the function reported; where a sample did not
               report a key, NaN among numbers and ``None`` otherwise;
-            * ``reward_metrics``: numbers to log;
-            * ``response_mask``: only if samples have no score: the batch's mask (B,R) with their rows 0, so that no
-              loss and no statistic counts them.
+            * ``sample_mask``: (B,) bool, False where there is no score: no loss and no statistic may count the sample;
+            * ``reward_metrics``: numbers to log.
 
         Raises:
             RewardError: a failure under the policy ``fail``, too many failures, or no sample scored.
@@ -151,14 +150,12 @@ class RewardManager(ABC):
         rewards = rewards.to(data.batch["responses"].device)
         if not return_dict:
             return rewards
-        result = {
+        return {
             "reward_tensor": rewards,
             "reward_extra_info": self._extra_info(outcomes, scores),
+            "sample_mask": torch.tensor([score is not None for score in scores], dtype=torch.bool),
             "reward_metrics": self._metrics(outcomes, position),
         }
-        if any(score is None for score in scores):
-            result["response_mask"] = _without(valid_response_mask(data), scores)
-        return result
 
     def _ready_made(self, data: DataProto, return_dict: bool) -> torch.Tensor | dict[str, Any]:
         scores = data.batch["rm_scores"]
@@ -168,6 +165,7 @@ class RewardManager(ABC):
         return {
             "reward_tensor": scores,
             "reward_extra_info": {key: list(data.non_tensor_batch[key]) for key in keys},
+            "sample_mask": torch.ones(scores.shape[0], dtype=torch.bool),
             "reward_metrics": {},
         }
 
@@ -390,12 +388,6 @@ class DAPORewardManager(NaiveRewardManager):
             return 0.0
         over = length - (self.max_resp_len - self.buffer_len)
         return -self.penalty_factor * min(max(over / self.buffer_len, 0.0), 1.0)
-
-
-def _without(mask: torch.Tensor, scores: Sequence[float | None]) -> torch.Tensor:
-    """The mask with the rows of unscored samples set to 0."""
-    keep = torch.tensor([score is not None for score in scores], device=mask.device)
-    return torch.where(keep[:, None], mask, torch.zeros_like(mask))
 
 
 def _arguments(sample: Sample) -> tuple[Any, ...]:
