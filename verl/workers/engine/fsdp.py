@@ -269,6 +269,8 @@ class FSDPEngine(TrainEngine):
     def local_tensors(self) -> dict[str, Tensor] | None:
         if self.layout.world_size > 1:
             return None
+        if self._offloads("model") and self.device.type != "cpu":
+            return None  # off-loading replaces the tensors; an alias would keep the copy on the device alive
         return {name: local_part(tensor.detach()) for name, tensor in self.hf_tensors().items()}
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
