@@ -14,9 +14,12 @@ import pytest
 import torch
 
 from verl.errors import ConfigError, RewardError
+from verl.rewards.async_scorer import AsyncScorer
 from verl.rewards.function import ScoreFunction
 from verl.rewards.outcome import OutcomeKind, RewardOutcome, as_outcome
-from verl.rewards.scoring import AsyncScorer, ProcessScorer, ThreadScorer, make_scorer
+from verl.rewards.policy import ScoringOptions
+from verl.rewards.process_scorer import ProcessScorer
+from verl.rewards.scoring import ThreadScorer, make_scorer
 
 CODE = """
 import os, time, signal
@@ -101,7 +104,7 @@ def test_extra_values_and_abstention() -> None:
 
 
 def test_thread_scorer_keeps_order_and_turns_exceptions_into_errors(code: str) -> None:
-    scorer = ThreadScorer(ScoreFunction.from_file(code, "score", {"bonus": 0.5}), timeout_s=20)
+    scorer = ThreadScorer(ScoreFunction.from_file(code, "score", {"bonus": 0.5}), ScoringOptions(timeout_s=20))
     outcomes = scorer.score([call(t) for t in ("1", "raise", "2", "three")])
     assert kinds(outcomes) == ["score", "error", "score", "error"]
     assert [o.score for o in outcomes] == [1.5, None, 2.5, None]
@@ -111,7 +114,7 @@ def test_thread_scorer_keeps_order_and_turns_exceptions_into_errors(code: str) -
 
 
 def test_thread_scorer_stops_a_busy_loop_and_goes_on(code: str) -> None:
-    scorer = ThreadScorer(ScoreFunction.from_file(code, "score"), timeout_s=0.5)
+    scorer = ThreadScorer(ScoreFunction.from_file(code, "score"), ScoringOptions(timeout_s=0.5))
     started = time.monotonic()
     outcomes = scorer.score([call(t) for t in ("1", "hang", "2", "sleep", "3")])
     assert kinds(outcomes) == ["score", "timeout", "score", "timeout", "score"]
@@ -127,16 +130,18 @@ def test_thread_scorer_stops_a_busy_loop_and_goes_on(code: str) -> None:
 
 
 def test_without_time_limit_the_function_runs_in_the_calling_thread(code: str) -> None:
-    scorer = ThreadScorer(ScoreFunction.from_file(code, "score"), timeout_s=None)
+    scorer = ThreadScorer(ScoreFunction.from_file(code, "score"), ScoringOptions(timeout_s=None))
     assert scorer.score([call("signal")])[0].score == 5.0  # signals need the main thread
-    limited = ThreadScorer(ScoreFunction.from_file(code, "score"), timeout_s=5)
+    limited = ThreadScorer(ScoreFunction.from_file(code, "score"), ScoringOptions(timeout_s=5))
     outcome = limited.score([call("signal")])[0]
     assert outcome.kind is OutcomeKind.ERROR
     assert "reward.num_workers" in outcome.message
 
 
 def test_process_scorer(code: str) -> None:
-    scorer = ProcessScorer(ScoreFunction.from_file(code, "score", {"bonus": 1.0}), timeout_s=3.0, num_workers=2)
+    scorer = ProcessScorer(
+        ScoreFunction.from_file(code, "score", {"bonus": 1.0}), ScoringOptions(timeout_s=3.0, num_workers=2)
+    )
     try:
         outcomes = scorer.score([call(t) for t in ("1", "die", "sleep", "raise", "signal", "2", "unpicklable", "pid")])
         assert kinds(outcomes) == ["score", "error", "timeout", "error", "score", "score", "error", "score"]
@@ -157,7 +162,7 @@ def test_process_scorer(code: str) -> None:
 def test_process_scorer_that_cannot_start(tmp_path: Path) -> None:
     path = tmp_path / "reward.py"
     path.write_text("def score(**k): return 1.0\n")
-    scorer = ProcessScorer(ScoreFunction.from_file(str(path), "score"), timeout_s=None, num_workers=1)
+    scorer = ProcessScorer(ScoreFunction.from_file(str(path), "score"), ScoringOptions(timeout_s=None, num_workers=1))
     path.unlink()
     with pytest.raises(RewardError, match=r"could not load score from [\s\S]*does not exist"):
         scorer.score([call("1")])
@@ -165,7 +170,7 @@ def test_process_scorer_that_cannot_start(tmp_path: Path) -> None:
 
 def test_closures_need_the_own_process() -> None:
     with pytest.raises(ConfigError, match=r"cannot be sent to a worker process .* reward\.num_workers"):
-        make_scorer(ScoreFunction(lambda **k: 1.0), timeout_s=None, num_workers=2)
+        make_scorer(ScoreFunction(lambda **k: 1.0), ScoringOptions(timeout_s=None, num_workers=2))
 
 
 async def _async_score(solution_str: str, **_: Any) -> float:
@@ -180,7 +185,7 @@ async def _async_score(solution_str: str, **_: Any) -> float:
 
 
 def test_async_functions_run_together_within_their_limits() -> None:
-    scorer = make_scorer(ScoreFunction(_async_score), timeout_s=1.0, num_workers=1)
+    scorer = make_scorer(ScoreFunction(_async_score), ScoringOptions(timeout_s=1.0, num_workers=1))
     assert isinstance(scorer, AsyncScorer)
     started = time.monotonic()
     outcomes = scorer.score([call(t) for t in ["slow", "raise", "own", *map(str, range(100))]])
@@ -191,7 +196,7 @@ def test_async_functions_run_together_within_their_limits() -> None:
 
 
 def test_async_function_that_blocks_its_loop_does_not_hang_the_run() -> None:
-    scorer = AsyncScorer(ScoreFunction(_async_score), timeout_s=0.5)
+    scorer = AsyncScorer(ScoreFunction(_async_score), ScoringOptions(timeout_s=0.5))
     started = time.monotonic()
     outcomes = scorer.score([call("block"), call("1")])
     assert time.monotonic() - started < 7

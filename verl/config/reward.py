@@ -11,7 +11,8 @@ from verl.config.base import Config, MicroBatch, opt, section
 from verl.config.fsdp import FSDPConfig
 from verl.config.model import ModelConfig
 
-OUTCOMES = ("fail", "score", "abstain")
+CONSEQUENCES = ("stop", "penalise", "drop_sample", "drop_group")
+SPELLINGS = {"fail": "stop", "score": "penalise", "penalize": "penalise", "abstain": "drop_sample"}
 
 
 @dataclass
@@ -40,14 +41,38 @@ class RewardConfig(Config):
     reward_manager: RewardManagerConfig = section(RewardManagerConfig, "Which reward manager.")
     reward_kwargs: dict[str, Any] = opt({}, "Keyword arguments of the reward manager's constructor.")
     num_workers: int = opt(1, "Processes that score responses; 1 = in the controller.", ge=1)
-    timeout_s: float | None = opt(None, "Time limit of one call of the reward function, in seconds.", gt=0)
-    on_error: str = opt(
-        "fail",
-        "What a call that raises or returns no finite number means: stop the run, the score error_score, or no sample.",
-        choices=OUTCOMES,
+    max_concurrent: int | None = opt(
+        None,
+        "Calls at the same time: of an async function (256 unless given), of a manager that streams (8 unless given).",
+        ge=1,
     )
-    on_timeout: str = opt("fail", "What a call beyond timeout_s means.", choices=OUTCOMES, inherits="reward.on_error")
-    error_score: float = opt(0.0, "Score of a failed call with on_error=score or on_timeout=score.")
+    max_rpm: float | None = opt(None, "Calls of the reward function started per minute, evenly spaced.", gt=0)
+    timeout_s: float | None = opt(None, "Time limit of one call of the reward function, in seconds.", gt=0)
+    max_retries: int = opt(
+        0, "Further calls after an error or a time-out, before on_error or on_timeout applies.", ge=0
+    )
+    retry_wait_s: float = opt(1.0, "Seconds before the first further call; doubles with each.", ge=0)
+    on_error: str = opt(
+        "stop",
+        "What a call that raises or returns no finite number means: the run ends, the sample gets error_score, it is "
+        "left out, or all samples of its prompt are.",
+        choices=CONSEQUENCES,
+        spellings=SPELLINGS,
+    )
+    on_timeout: str = opt(
+        "stop",
+        "What a call beyond timeout_s means.",
+        choices=CONSEQUENCES,
+        spellings=SPELLINGS,
+        inherits="reward.on_error",
+    )
+    on_abstain: str = opt(
+        "drop_sample",
+        "What it means that the function gives no score on purpose.",
+        choices=CONSEQUENCES,
+        spellings=SPELLINGS,
+    )
+    error_score: float = opt(0.0, "Score of a sample with the consequence penalise.")
     max_failed_fraction: float = opt(
         0.5, "Part of a batch whose scoring may fail before the run stops, whatever on_error says.", ge=0, le=1
     )

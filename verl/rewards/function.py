@@ -11,6 +11,9 @@ from verl.utils.dynamic_import import load_object
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+OPTIONAL = ("prompt_str", "full_solution_str")
+"""Given only to a function whose signature names them: the prompt, and the response with tools' words in it."""
+BATCH_OPTIONAL = ("prompt_strs", "full_solution_strs")
 
 
 class ScoreFunction:
@@ -58,6 +61,14 @@ class ScoreFunction:
         """Whether calling it gives a coroutine."""
         call = getattr(type(self.function), "__call__", None)  # noqa: B004  (the method, not the question whether there is one)
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
+
+    def named(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of ``names`` that the function's signature spells out and ``kwargs`` does not give."""
+        try:
+            parameters = inspect.signature(self.function).parameters
+        except (TypeError, ValueError):
+            return ()
+        return tuple(name for name in names if name in parameters and name not in self.kwargs)
 
     def check_signature(self, arguments: tuple[str, ...] = ARGUMENTS) -> None:
         """Raise :class:`ConfigError` if the function cannot be called with these keywords and its own arguments."""

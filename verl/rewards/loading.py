@@ -6,8 +6,10 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError
+from verl.rewards import managers as _managers  # noqa: F401  registers the built-in ones
 from verl.rewards.function import ScoreFunction
-from verl.rewards.manager import REWARD_MANAGERS, RewardManager, ScoringOptions
+from verl.rewards.manager import REWARD_MANAGERS, RewardManager
+from verl.rewards.policy import ScoringOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,12 +71,17 @@ def load_reward_manager(
 
 
 def scoring_options(reward: RewardConfig) -> ScoringOptions:
-    """Time limit, processes and policies from the ``reward`` section."""
+    """Time limit, processes, retries and consequences from the ``reward`` section."""
     return ScoringOptions(
         timeout_s=reward.timeout_s,
         num_workers=reward.num_workers,
+        max_concurrent=reward.max_concurrent,
+        max_rpm=reward.max_rpm,
+        max_retries=reward.max_retries,
+        retry_wait_s=reward.retry_wait_s,
         on_error=reward.on_error,
         on_timeout=reward.on_timeout,
+        on_abstain=reward.on_abstain,
         error_score=reward.error_score,
         max_failed_fraction=reward.max_failed_fraction,
     )

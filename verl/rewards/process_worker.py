@@ -1,10 +1,11 @@
-"""The worker process of :class:`verl.rewards.scoring.ProcessScorer`: ``python -m verl.rewards.process_worker FD``."""
+"""The worker process of :class:`~verl.rewards.process_scorer.ProcessScorer`: ``-m verl.rewards.process_worker FD``."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import sys
+import time
 import traceback
 from multiprocessing.connection import Connection
 
@@ -25,9 +26,10 @@ def main(file_descriptor: int) -> None:
     conn.send("ready")
     while True:
         try:
-            call = conn.recv()
+            delay, call = conn.recv()
         except (EOFError, OSError):
             return
+        time.sleep(delay)
         _answer(conn, call_function(function, call))
 
 

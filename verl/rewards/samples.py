@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +23,9 @@ class Sample:
 
     Attributes:
         prompt: the prompt's text, without special tokens.
-        response: the response's text up to its last valid token, without special tokens; tool output included.
-        length: valid response tokens.
+        response: what the policy wrote, without special tokens; its turns are separated by line breaks.
+        full_response: the response's text with what tools and the environment said in between.
+        length: valid response tokens, those of tools included.
         data_source: which rule applies.
         ground_truth: the reference, from ``reward_model["ground_truth"]``.
         extra_info: the row's ``extra_info``.
@@ -34,7 +36,69 @@ class Sample:
     length: int
     data_source: str
     ground_truth: Any
-    extra_info: Mapping[str, Any]
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    full_response: str = ""
+
+
+def make_sample(
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompt_ids: Sequence[int],
+    response_ids: Sequence[int],
+    response_mask: Sequence[int] | None,
+    row: Mapping[str, Any],
+    reward_fn_key: str = "data_source",
+) -> Sample:
+    """The sample of one finished response, before it is part of a batch.
+
+    Args:
+        tokenizer: decodes.
+        prompt_ids: the prompt without padding.
+        response_ids: the response without padding.
+        response_mask: 1 where the policy wrote the token; ``None`` = everywhere.
+        row: the data set's row: ``reward_model``, the data source, ``extra_info``.
+        reward_fn_key: field of the row that names the data source.
+
+    Raises:
+        DataError: a field or a ground truth is missing.
+    """
+    ids = list(response_ids)
+    mask = [1] * len(ids) if response_mask is None else list(response_mask)
+    turns = policy_turns(ids, mask)
+    prompt, full, *texts = tokenizer.batch_decode([list(prompt_ids), ids, *turns], skip_special_tokens=True)
+    return _sample(prompt, full, texts, len(ids), row, reward_fn_key, "the sample")
+
+
+def policy_turns(ids: Sequence[int], mask: Sequence[int]) -> list[list[int]]:
+    """The runs of tokens that the policy wrote."""
+    runs = groupby(zip(ids, mask, strict=True), key=lambda pair: bool(pair[1]))
+    return [[token for token, _ in run] for written, run in runs if written]
+
+
+def _sample(
+    prompt: str,
+    full: str,
+    turns: Sequence[str],
+    length: int,
+    row: Mapping[str, Any],
+    reward_fn_key: str,
+    what: str,
+) -> Sample:
+    reference = row.get("reward_model")
+    if not isinstance(reference, Mapping) or "ground_truth" not in reference:
+        raise DataError(f"{what}: reward_model={reference!r} has no 'ground_truth'; the reward needs one")
+    extra = dict(row.get("extra_info") or {})
+    if row.get("__num_turns__") is not None:
+        extra["num_turns"] = row["__num_turns__"]
+    return Sample(
+        prompt=prompt,
+        response="\n".join(turns),
+        length=length,
+        data_source=row[reward_fn_key],
+        ground_truth=reference["ground_truth"],
+        extra_info=extra,
+        full_response=full,
+    )
 
 
 def decode_samples(data: DataProto, tokenizer: PreTrainedTokenizerBase, reward_fn_key: str) -> list[Sample]:
@@ -42,13 +106,15 @@ def decode_samples(data: DataProto, tokenizer: PreTrainedTokenizerBase, reward_f
 
     Args:
         data: needs the tensors ``prompts`` (B,P), ``responses`` (B,R), ``attention_mask`` (B,P+R) and, per sample,
-            ``reward_model`` with a ``ground_truth`` and the column named by ``reward_fn_key``.
+            ``reward_model`` with a ``ground_truth`` and the column named by ``reward_fn_key``. Where ``response_mask``
+            (B,R) is 0, the policy did not write the token; without it, everything valid is the policy's.
 
     Raises:
         DataError: a field or a ground truth is missing.
     """
     prompts, responses = data.batch["prompts"].cpu(), data.batch["responses"].cpu()
     attention = data.batch["attention_mask"].cpu().bool()
+    written = valid_response_mask(data).cpu().bool()
     width = prompts.shape[1]
     fields = data.non_tensor_batch
     for name in ("reward_model", reward_fn_key):
@@ -57,31 +123,28 @@ def decode_samples(data: DataProto, tokenizer: PreTrainedTokenizerBase, reward_f
                 f"the batch has no {name!r}, which the reward needs; add this column to the data files "
                 f"(the batch has {', '.join(map(repr, fields)) or 'no such fields'})"
             )
-    prompt_ids = [row[mask].tolist() for row, mask in zip(prompts, attention[:, :width], strict=True)]
-    response_ids = [row[mask].tolist() for row, mask in zip(responses, attention[:, width:], strict=True)]
-    prompt_texts = tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
-    response_texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
-    extras = fields.get("extra_info", [None] * len(response_ids))
-    turns = fields.get("__num_turns__")
-    samples = []
-    for index, ids in enumerate(response_ids):
-        reference = fields["reward_model"][index]
-        if not isinstance(reference, Mapping) or "ground_truth" not in reference:
-            raise DataError(f"sample {index}: reward_model={reference!r} has no 'ground_truth'; the reward needs one")
-        extra = dict(extras[index] or {})
-        if turns is not None:
-            extra["num_turns"] = turns[index]
-        samples.append(
-            Sample(
-                prompt=prompt_texts[index],
-                response=response_texts[index],
-                length=len(ids),
-                data_source=fields[reward_fn_key][index],
-                ground_truth=reference["ground_truth"],
-                extra_info=extra,
-            )
+    texts: list[list[int]] = []
+    spans = []
+    for index in range(len(responses)):
+        valid = attention[index, width:]
+        ids = responses[index][valid].tolist()
+        turns = policy_turns(ids, written[index][valid].tolist())
+        spans.append((len(texts), len(turns), len(ids)))
+        texts += [prompts[index][attention[index, :width]].tolist(), ids, *turns]
+    decoded = tokenizer.batch_decode(texts, skip_special_tokens=True)
+    columns = [name for name in ("reward_model", reward_fn_key, "extra_info", "__num_turns__") if name in fields]
+    return [
+        _sample(
+            decoded[start],
+            decoded[start + 1],
+            decoded[start + 2 : start + 2 + turns],
+            length,
+            {name: fields[name][index] for name in columns},
+            reward_fn_key,
+            f"sample {index}",
         )
-    return samples
+        for index, (start, turns, length) in enumerate(spans)
+    ]
 
 
 def valid_response_mask(data: DataProto) -> torch.Tensor:

@@ -1,12 +1,12 @@
-"""Well-known path of the reward managers; the code lives in :mod:`verl.rewards.manager`."""
+"""Well-known path of the reward managers; the code lives in :mod:`verl.rewards.managers`."""
 
-from verl.rewards.manager import (
+from verl.rewards.manager import get_reward_manager_cls, register
+from verl.rewards.managers import (
     BatchRewardManager,
     DAPORewardManager,
     NaiveRewardManager,
     PrimeRewardManager,
-    get_reward_manager_cls,
-    register,
+    StreamingRewardManager,
 )
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "DAPORewardManager",
     "NaiveRewardManager",
     "PrimeRewardManager",
+    "StreamingRewardManager",
     "get_reward_manager_cls",
     "register",
 ]
