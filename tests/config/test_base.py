@@ -82,7 +82,7 @@ def test_sealed_config_pickles_and_stays_sealed():
 def test_get_gives_a_default_for_keys_that_are_not_there():
     actor = ActorConfig(clip_ratio=0.3)
     assert actor.get("clip_ratio") == 0.3
-    assert actor.get("tau_pos", 1.05) == 1.05
+    assert actor.get("my_loss_width", 1.05) == 1.05
     assert actor.get("tau_pos") is None
 
 

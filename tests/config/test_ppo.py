@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from verl.config.actor import POLICY_LOSSES
 from verl.errors import ConfigError
 
 ARR = "actor_rollout_ref"
@@ -114,7 +115,8 @@ def test_the_smallest_command_line(ppo):
         ),
         (
             [f"{ARR}.actor.policy_loss.loss_mode=vanila"],
-            f"{ARR}.actor.policy_loss.loss_mode='vanila': expected one of vanilla, gpg; did you mean 'vanilla'? (a "
+            f"{ARR}.actor.policy_loss.loss_mode='vanila': expected one of {', '.join(POLICY_LOSSES)}; did you mean "
+            "'vanilla'? (a "
             "plug-in's "
             f"name needs its module in {ARR}.model.external_lib)",
         ),
@@ -127,8 +129,37 @@ def test_the_smallest_command_line(ppo):
         ),
         (
             ["data.gen_batch_size=16"],
-            "data.gen_batch_size=16: differs from data.train_batch_size=8, which is for group filtering, not in this "
-            "version; leave it out",
+            "data.gen_batch_size=16: differs from data.train_batch_size=8, which is for "
+            "algorithm.filter_groups.enable=True; leave it out",
+        ),
+        (
+            ["algorithm.filter_groups.enable=True", "algorithm.adv_estimator=reinforce_plus_plus"],
+            f"{ARR}.rollout.n=1: algorithm.filter_groups compares the samples of one prompt, so it needs at least 2",
+        ),
+        (
+            ["algorithm.filter_groups.metric=seq_final_reward"],
+            "algorithm.filter_groups.metric='seq_final_reward': is the score less the KL penalty, which makes equal "
+            "outcomes differ; use seq_reward, or leave metric out",
+        ),
+        (
+            ["algorithm.rollout_correction.rollout_rs=token", "algorithm.rollout_correction.rollout_rs_threshold=0.9"],
+            "algorithm.rollout_correction.rollout_rs_threshold_lower=1.11111: must be below rollout_rs_threshold=0.9; "
+            "ratios around 1 are those that agree",
+        ),
+        (
+            ["algorithm.rollout_correction.rollout_is_batch_normalize=True"],
+            "algorithm.rollout_correction.rollout_is_batch_normalize=True: there are no weights to normalise; set "
+            "rollout_is",
+        ),
+        (
+            ["algorithm.rollout_correction.bypass_mode=True", "algorithm.rollout_correction.rollout_is=token"],
+            "algorithm.rollout_correction.rollout_is='token': with bypass_mode=True and loss_type=ppo_clip the clipped "
+            "ratio is already that of the policy to the rollout, so weights would count it twice; leave rollout_is out "
+            "or use loss_type=reinforce",
+        ),
+        (
+            ["algorithm.rollout_correction.loss_type=reinforce"],
+            "algorithm.rollout_correction.loss_type='reinforce': is read only with bypass_mode=True",
         ),
         # data, models, rewards
         (

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregate import agg_loss, keep_masked
+from verl.algorithms.aggregate import keep_masked
 from verl.algorithms.group import Groups, Index, against_baseline, sequence_scores, spread
 from verl.algorithms.registry import MetricValue, register_adv_est, register_policy_loss
-from verl.algorithms.settings import setting
+from verl.algorithms.surrogate import reduce_losses
 
 
 @register_adv_est("gpg")
@@ -72,7 +72,5 @@ def compute_policy_loss_gpg(
         config: gives ``global_batch_info``.
         rollout_is_weights: ``(B, R)`` factors for sampling from a stale or different policy.
     """
-    losses = -keep_masked(log_prob, response_mask) * keep_masked(advantages, response_mask)
-    if rollout_is_weights is not None:
-        losses = losses * keep_masked(rollout_is_weights.detach(), response_mask)
-    return agg_loss(losses, response_mask, loss_agg_mode, **setting(config, "global_batch_info", {})), {}
+    losses = -keep_masked(log_prob, response_mask) * keep_masked(advantages.detach(), response_mask)
+    return reduce_losses(losses, response_mask, loss_agg_mode, config, rollout_is_weights), {}

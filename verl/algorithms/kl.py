@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from verl.algorithms.policy_loss import LOG_RATIO_LIMIT
 from verl.algorithms.settings import setting
+from verl.algorithms.surrogate import LOG_RATIO_LIMIT
 from verl.errors import ConfigError
 
 _ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}

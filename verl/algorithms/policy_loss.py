@@ -7,13 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregate import agg_loss, keep_masked, masked_mean
+from verl.algorithms.aggregate import agg_loss, masked_mean
 from verl.algorithms.registry import MetricValue, register_policy_loss
 from verl.algorithms.settings import setting
+from verl.algorithms.surrogate import clip_widths, loss_inputs, pessimistic, reduce_losses, token_means
 from verl.errors import ConfigError
-
-# exp(20) is about 5e8: far outside every trust region, far inside float32. Beyond it the ratio carries no gradient.
-LOG_RATIO_LIMIT = 20.0
 
 
 class ClippedSurrogate(NamedTuple):
@@ -43,22 +41,14 @@ def clipped_surrogate(
         raise ConfigError(f"clip_ratio_c is {clip_ratio_c}; dual clipping needs a bound above 1 (usual: 3.0)")
     if clip_low < 0 or clip_high < 0:
         raise ConfigError(f"clip widths are {clip_low} and {clip_high}; they must not be negative")
-    # Masked inputs, not only masked results: the gradient of exp at NaN would be NaN.
-    advantages = keep_masked(advantages, response_mask)
-    log_ratio = keep_masked(log_prob, response_mask) - keep_masked(old_log_prob, response_mask)
-    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio = log_ratio.exp()
-
-    plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    pessimistic = torch.maximum(plain, bounded)
-    floor = -advantages * clip_ratio_c
-    losses = torch.where(advantages < 0, torch.minimum(pessimistic, floor), pessimistic)
+    x = loss_inputs(old_log_prob, log_prob, advantages, response_mask)
+    losses, clipped = pessimistic(x.advantages, x.ratio, clip_low, clip_high)
+    floor = -x.advantages * clip_ratio_c
     return ClippedSurrogate(
-        losses=losses,
-        clipped=(bounded > plain).detach(),
-        lower_clipped=((pessimistic > floor) & (advantages < 0)).detach(),
-        approx_kl=-log_ratio.detach(),
+        losses=torch.where(x.advantages < 0, torch.minimum(losses, floor), losses),
+        clipped=clipped,
+        lower_clipped=((losses > floor) & (x.advantages < 0)).detach(),
+        approx_kl=-x.log_ratio.detach(),
     )
 
 
@@ -137,22 +127,9 @@ def compute_policy_loss_vanilla(
         ``(loss, metrics)``: ``actor/pg_clipfrac``, ``actor/ppo_kl`` (k1, of old against new) and
         ``actor/pg_clipfrac_lower``.
     """
-    clip_ratio = setting(config, "clip_ratio", 0.2)
+    low, high = clip_widths(config)
     s = clipped_surrogate(
-        old_log_prob,
-        log_prob,
-        advantages,
-        response_mask,
-        setting(config, "clip_ratio_low", clip_ratio),
-        setting(config, "clip_ratio_high", clip_ratio),
-        setting(config, "clip_ratio_c", 3.0),
+        old_log_prob, log_prob, advantages, response_mask, low, high, setting(config, "clip_ratio_c", 3.0)
     )
-    losses = s.losses
-    if rollout_is_weights is not None:
-        losses = losses * keep_masked(rollout_is_weights.detach(), response_mask)
-    metrics: dict[str, MetricValue] = {
-        "actor/pg_clipfrac": masked_mean(s.clipped.double(), response_mask),
-        "actor/ppo_kl": masked_mean(s.approx_kl.double(), response_mask),
-        "actor/pg_clipfrac_lower": masked_mean(s.lower_clipped.double(), response_mask),
-    }
-    return agg_loss(losses, response_mask, loss_agg_mode, **setting(config, "global_batch_info", {})), metrics
+    metrics = token_means(response_mask, pg_clipfrac=s.clipped, ppo_kl=s.approx_kl, pg_clipfrac_lower=s.lower_clipped)
+    return reduce_losses(s.losses, response_mask, loss_agg_mode, config, rollout_is_weights), metrics

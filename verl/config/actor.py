@@ -9,11 +9,27 @@ from typing import Any, ClassVar
 
 from verl.config.base import Config, MicroBatch, opt, section
 from verl.config.checkpoint import CheckpointConfig
+from verl.config.correction import IS_LEVELS, LOSS_TYPES
 from verl.config.fsdp import FSDPConfig
 from verl.config.model import ModelConfig
 from verl.config.optim import OptimConfig
 from verl.config.rollout import RolloutConfig
 
+POLICY_LOSSES = (
+    "vanilla",
+    "gspo",
+    "gspo_token",
+    "sapo",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "geo_mean",
+    "cispo",
+    "dppo_tv",
+    "dppo_kl",
+    "dro",
+    "bypass_mode",
+)
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
 KL_PENALTIES = _KL + tuple(f"{name}+" for name in _KL)
@@ -31,10 +47,32 @@ def strategy_problems(strategy: str) -> Iterator[str]:
 class PolicyLossConfig(Config):
     """Which policy loss."""
 
-    loss_mode: str = opt(
-        "vanilla",
-        "Policy loss: vanilla (PPO's clipped loss with dual clip), gpg (no ratio), or one that a plug-in adds.",
+    loss_mode: str = opt("vanilla", f"Policy loss: {', '.join(POLICY_LOSSES)}, or one that a plug-in adds.")
+    clip_cov_ratio: float = opt(2e-4, "clip_cov: share of the tokens that are dropped.", gt=0, le=1)
+    clip_cov_lb: float = opt(1.0, "clip_cov: least covariance of a token that may be dropped.")
+    clip_cov_ub: float = opt(5.0, "clip_cov: largest covariance of a token that may be dropped.")
+    kl_cov_ratio: float = opt(2e-4, "kl_cov: share of the tokens that are penalised.", gt=0, le=1)
+    ppo_kl_coef: float = opt(0.1, "kl_cov: weight of the penalty.", ge=0)
+    dro_beta: float = opt(0.05, "dro: weight of the squared log ratio.", ge=0)
+    bypass_loss_type: str = opt(
+        "ppo_clip",
+        "bypass_mode: ppo_clip = clipped ratio to the rollout policy; reinforce = weighted policy gradient.",
+        choices=LOSS_TYPES,
     )
+    bypass_is: str | None = opt(
+        None, "bypass_mode, reinforce: level of the importance weight; not given = no weight.", choices=IS_LEVELS
+    )
+    bypass_is_threshold: float = opt(2.0, "bypass_mode, reinforce: largest importance weight.", gt=0)
+    bypass_is_threshold_lower: float | None = opt(
+        None, "bypass_mode, reinforce, icepop: smallest weight that is kept; not given = 1 / bypass_is_threshold.", gt=0
+    )
+
+    def problems(self) -> Iterator[str]:
+        if self.clip_cov_lb >= self.clip_cov_ub:
+            yield (
+                f"clip_cov_lb={self.clip_cov_lb}: must be below clip_cov_ub={self.clip_cov_ub}; tokens are dropped "
+                "whose covariance lies between them"
+            )
 
 
 @dataclass
@@ -62,6 +100,8 @@ class ActorConfig(Config):
     clip_ratio_low: float = opt(0.2, "Lower clip range.", ge=0, inherits=f"{ACTOR}.clip_ratio")
     clip_ratio_high: float = opt(0.2, "Upper clip range.", ge=0, inherits=f"{ACTOR}.clip_ratio")
     clip_ratio_c: float = opt(3.0, "Dual-clip bound on the loss of tokens with negative advantage.", gt=1)
+    tau_pos: float = opt(1.0, "sapo: steepness of the gate for tokens with positive advantage.", gt=0)
+    tau_neg: float = opt(1.05, "sapo: steepness of the gate for the other tokens.", gt=0)
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "Which policy loss.")
     loss_agg_mode: str = opt("token-mean", "How token losses become one number.", choices=LOSS_AGG_MODES)
     loss_scale_factor: int | None = opt(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.actor import KL_PENALTIES
+from verl.config.actor import KL_PENALTIES, POLICY_LOSSES
 from verl.config.base import Config, opt, section
 
 ADV_ESTIMATORS = (
@@ -22,7 +22,8 @@ ADV_ESTIMATORS = (
     "opo",
     "gpg",
 )
-POLICY_LOSSES = ("vanilla", "gpg")
+# POLICY_LOSSES live beside the actor section, which names them in its help.
+__all__ = ["ADV_ESTIMATORS", "POLICY_LOSSES", "NEEDS_GROUPS", "NEEDS_VALUES", "AlgorithmConfig", "KLCtrlConfig"]
 NEEDS_VALUES = frozenset({"gae"})
 NEEDS_GROUPS = frozenset(
     {"grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo", "gpg"}

@@ -146,9 +146,6 @@ _CHUNKS = (
     "chooses how log-probabilities and entropy are computed; here that is always piece by piece from hidden states, so "
     "leave it out (model.use_fused_kernels=True keeps no logits for the backward pass)"
 )
-_COVARIANCE = (
-    "is for the clip_cov and kl_cov policy losses, which are not in this version; use policy_loss.loss_mode=vanilla"
-)
 _OPTIM_EXTRA = (
     "is for Megatron's optimizer, which is not in this version; fsdp_config.optimizer_offload keeps the state in "
     "host memory"
@@ -243,9 +240,6 @@ UNSUPPORTED: Sequence[Unsupported] = (
         (None, False),
     ),
     # algorithms
-    Unsupported("actor_rollout_ref.actor.policy_loss.clip_cov_*", _COVARIANCE),
-    Unsupported("actor_rollout_ref.actor.policy_loss.kl_cov_ratio", _COVARIANCE),
-    Unsupported("actor_rollout_ref.actor.policy_loss.ppo_kl_coef", _COVARIANCE),
     Unsupported("algorithm.filter_groups.enable", _FILTER, (False,)),
     Unsupported("algorithm.filter_groups.**", _FILTER, switch="enable"),
     Unsupported("algorithm.rollout_correction.bypass_mode", _CORRECTION, (False,)),

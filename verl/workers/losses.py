@@ -21,7 +21,7 @@ from torch import Tensor
 
 from verl.algorithms.aggregate import agg_loss, keep_masked, masked_mean
 from verl.algorithms.kl import check_kl_penalty, kl_penalty
-from verl.algorithms.registry import MetricValue, PolicyLossFn, get_policy_loss_fn
+from verl.algorithms.registry import MetricValue, PolicyLossFn, get_policy_loss_fn, loss_fields, prepare_loss_fields
 from verl.algorithms.value_loss import compute_value_loss
 from verl.errors import ConfigError
 from verl.utils.metrics import Metric, MetricSet
@@ -75,6 +75,11 @@ def _metric_set(
     return out
 
 
+def _harmless(values: Tensor, mask: Tensor) -> Tensor:
+    """Token values with 0 outside the mask; anything that is not one value per token stays as it is."""
+    return keep_masked(values, mask) if values.shape == mask.shape else values
+
+
 @dataclass(frozen=True)
 class ActorLoss:
     """Policy loss, less the entropy bonus, plus the KL loss; build it with :func:`actor_loss`."""
@@ -85,6 +90,18 @@ class ActorLoss:
     want: frozenset[str]
     fields: frozenset[str]
     optional_fields: frozenset[str] = field(default=frozenset({"rollout_is_weights"}))
+    extra_fields: frozenset[str] = frozenset()
+
+    def prepare(self, fields: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        """Fields that the loss wants made from the whole batch, once per step and before it is split.
+
+        Args:
+            fields: all fields of the step's batch, with old log-probs and advantages.
+
+        Returns:
+            Fields to add to the batch, one row per sample; empty for most losses.
+        """
+        return prepare_loss_fields(self.policy_loss, fields, self.config)
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: Batch, info: GlobalBatchInfo) -> tuple[Tensor, MetricSet]:
         """Loss of a micro-batch.
@@ -108,7 +125,10 @@ class ActorLoss:
             )
         # Plug-ins compute on padding too, so it gets harmless values: exp(nan) spoils gradients even if masked later.
         log_probs = keep_masked(outputs["log_probs"], mask)
-        extra = {} if weights is None else {"rollout_is_weights": keep_masked(weights, mask)}
+        found = {name: batch.get(name, None) for name in sorted(self.extra_fields)}
+        extra = {name: _harmless(values, mask) for name, values in found.items() if values is not None}
+        if weights is not None:
+            extra["rollout_is_weights"] = keep_masked(weights, mask)
         loss, plugin_metrics = self.policy_loss(
             keep_masked(batch["old_log_probs"], mask),
             log_probs,
@@ -141,7 +161,8 @@ def actor_loss(config: ActorConfig) -> ActorLoss:
     """
     policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
     parameters = inspect.signature(policy_loss).parameters.values()
-    fields = {"response_mask", "old_log_probs", "advantages"}
+    required, optional = loss_fields(policy_loss)
+    fields = {"response_mask", "old_log_probs", "advantages", *required}
     if config.use_kl_loss:
         check_kl_penalty(config.kl_loss_type, sampled_tokens_only=True)
         fields.add("ref_log_prob")
@@ -151,6 +172,8 @@ def actor_loss(config: ActorConfig) -> ActorLoss:
         takes_weights=any(p.name == "rollout_is_weights" or p.kind is p.VAR_KEYWORD for p in parameters),
         want=frozenset({"log_probs", "entropys"} if config.entropy_coeff != 0 else {"log_probs"}),
         fields=frozenset(fields),
+        optional_fields=frozenset({"rollout_is_weights"}) | optional,
+        extra_fields=required | optional,
     )
 
 

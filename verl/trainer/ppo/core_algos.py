@@ -9,6 +9,9 @@ from enum import StrEnum
 
 from verl.algorithms.aggregate import agg_loss
 from verl.algorithms.baseline import compute_reinforce_plus_plus_outcome_advantage
+from verl.algorithms.bypass_loss import compute_policy_loss_bypass_mode
+from verl.algorithms.covariance_loss import compute_policy_loss_clip_cov, compute_policy_loss_kl_cov
+from verl.algorithms.divergence_loss import compute_policy_loss_dppo_kl, compute_policy_loss_dppo_tv
 from verl.algorithms.entropy import compute_entropy_loss
 from verl.algorithms.gae import compute_gae_advantage_return
 from verl.algorithms.gpg import compute_gpg_outcome_advantage, compute_policy_loss_gpg
@@ -32,6 +35,12 @@ from verl.algorithms.registry import (
     register_adv_est,
     register_policy_loss,
 )
+from verl.algorithms.sequence_loss import (
+    compute_policy_loss_geo_mean,
+    compute_policy_loss_gspo,
+    compute_policy_loss_gspo_token,
+)
+from verl.algorithms.soft_loss import compute_policy_loss_cispo, compute_policy_loss_dro, compute_policy_loss_sapo
 from verl.algorithms.value_loss import compute_value_loss
 
 # Group estimators are vectorised throughout; the second name exists for scripts that ask for that variant.
@@ -65,7 +74,18 @@ __all__ = [
     "compute_grpo_vectorized_outcome_advantage",
     "compute_opo_outcome_advantage",
     "compute_policy_loss",
+    "compute_policy_loss_bypass_mode",
+    "compute_policy_loss_cispo",
+    "compute_policy_loss_clip_cov",
+    "compute_policy_loss_dppo_kl",
+    "compute_policy_loss_dppo_tv",
+    "compute_policy_loss_dro",
+    "compute_policy_loss_geo_mean",
     "compute_policy_loss_gpg",
+    "compute_policy_loss_gspo",
+    "compute_policy_loss_gspo_token",
+    "compute_policy_loss_kl_cov",
+    "compute_policy_loss_sapo",
     "compute_policy_loss_vanilla",
     "compute_reinforce_plus_plus_baseline_outcome_advantage",
     "compute_reinforce_plus_plus_outcome_advantage",
