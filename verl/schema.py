@@ -91,6 +91,8 @@ _TABLE = (
         "rollout, mini-batches",
         "Place of the sample in the whole batch; its seed derives from it.",
     ),
+    Field("greedy", _ROW, ("bool",), "source", "rollout", "Whether a row gets the most probable tokens (ReMax)."),
+    Field("has_score", _ROW, ("bool",), "reward", "sources, metrics", "False where the reward function abstained."),
     Field(
         "token_level_scores",
         _RESPONSE,
@@ -131,6 +133,14 @@ _TABLE = (
         "rollout correction",
         "policy loss",
         "Importance weights from the rollout's to the training distribution.",
+    ),
+    Field(
+        "rollout_accepted",
+        _RESPONSE,
+        ("bool",),
+        "rollout correction",
+        "update of the actor",
+        "Response tokens that take part in the policy update.",
     ),
     Field("advantages", _RESPONSE, FLOAT, "estimator", "policy loss, metrics", "Advantage of each token."),
     Field("returns", _RESPONSE, FLOAT, "estimator", "value loss, metrics", "Target of the value function."),

@@ -97,8 +97,9 @@ def importance_weights(
     r"""Importance weights with bounded variance.
 
     ``token``, ``sequence`` and ``geometric`` truncate from above, :math:`\min(w, C)` (Ionides, 2008; for the gap
-    between rollout and training engines: Yao et al., 2025). ``icepop`` (Ling team, arXiv:2510.18855) keeps token weights
-    between two bounds and sets the others to 0: their tokens give no gradient but stay in the loss's denominator.
+    between rollout and training engines: Yao et al., 2025). ``icepop`` (Ling team, arXiv:2510.18855) keeps token
+    weights between two bounds and sets the others to 0: their tokens give no gradient but stay in the loss's
+    denominator.
 
     Args:
         log_ratio: ``(B, R)`` from :func:`log_ratios`.

@@ -10,8 +10,10 @@ from verl.config.algorithm import AlgorithmConfig, KLCtrlConfig
 from verl.config.base import Config, MicroBatch, find_problems, seal, to_dict, to_yaml
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.cli import main, parse_cli
+from verl.config.correction import RolloutCorrectionConfig
 from verl.config.critic import CriticConfig
 from verl.config.data import CustomClsConfig, DataConfig
+from verl.config.filter_groups import FilterGroupsConfig
 from verl.config.fsdp import FSDPConfig, MixedPrecisionConfig, WrapPolicyConfig
 from verl.config.load import load_config
 from verl.config.model import ModelConfig
@@ -33,6 +35,7 @@ __all__ = [
     "CustomRewardFunctionConfig",
     "DataConfig",
     "FSDPConfig",
+    "FilterGroupsConfig",
     "KLCtrlConfig",
     "MicroBatch",
     "MixedPrecisionConfig",
@@ -47,6 +50,7 @@ __all__ = [
     "RewardManagerConfig",
     "RewardModelConfig",
     "RolloutConfig",
+    "RolloutCorrectionConfig",
     "RunConfig",
     "SFTConfig",
     "SFTDataConfig",

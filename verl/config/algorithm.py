@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from verl.config.actor import KL_PENALTIES, POLICY_LOSSES
 from verl.config.base import Config, opt, section
+from verl.config.correction import RolloutCorrectionConfig
+from verl.config.filter_groups import FilterGroupsConfig
 
 ADV_ESTIMATORS = (
     "gae",
@@ -53,3 +55,7 @@ class AlgorithmConfig(Config):
     use_kl_in_reward: bool = opt(False, "Subtract the KL divergence from the reference policy from the reward.")
     kl_penalty: str = opt("kl", "Estimator of the KL divergence in the reward.", choices=KL_PENALTIES)
     kl_ctrl: KLCtrlConfig = section(KLCtrlConfig, "Weight of the KL penalty in the reward.")
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, "Dynamic sampling of prompts (DAPO).")
+    rollout_correction: RolloutCorrectionConfig = section(
+        RolloutCorrectionConfig, "Correction for a rollout that is stale or computes differently."
+    )

@@ -19,11 +19,11 @@ class RolloutCorrectionConfig(Config):
     rollout_is: str | None = opt(
         None,
         "Importance weights: token = one per token; sequence = their product; geometric = their geometric mean; "
-        "icepop = per token, 0 outside the bounds. Not given = no weights.",
+        "icepop = per token, 0 outside the bounds; not given = no weights.",
         choices=IS_LEVELS,
     )
     rollout_is_threshold: float = opt(
-        2.0, "Largest importance weight; greater ones are cut to it (icepop: to 0).", gt=0
+        2.0, "Largest importance weight; a greater one is cut to it (icepop: to 0).", gt=0
     )
     rollout_is_threshold_lower: float | None = opt(
         None, "icepop: smallest weight that is kept; not given = 1 / rollout_is_threshold.", gt=0
@@ -32,7 +32,7 @@ class RolloutCorrectionConfig(Config):
     rollout_rs: str | None = opt(
         None,
         "Rejection: token = tokens whose ratio is out of bounds; sequence, geometric = responses whose product, or "
-        "geometric mean, of ratios is. Not given = no rejection.",
+        "geometric mean, of ratios is; not given = no rejection.",
         choices=RS_LEVELS,
     )
     rollout_rs_threshold: float | None = opt(

@@ -36,7 +36,10 @@ class DataConfig(Config):
     max_response_length: int = opt(512, "Longest response, in tokens.", ge=1)
     train_batch_size: int = opt(1024, "Prompts per training step, over all ranks.", ge=1)
     gen_batch_size: int | None = opt(
-        None, "Prompts per generation call; must be train_batch_size here.", ge=1, inherits="data.train_batch_size"
+        None,
+        "Prompts per generation call; another number than train_batch_size needs filter_groups.",
+        ge=1,
+        inherits="data.train_batch_size",
     )
     val_batch_size: int | None = opt(None, "Prompts per validation batch; not given = the whole validation set.", ge=1)
     shuffle: bool = opt(True, "Shuffle the training prompts in every epoch.")

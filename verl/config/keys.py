@@ -123,13 +123,6 @@ _AGENT = (
     "is for multi-turn generation with tools, which is not in this version; leave it out, each prompt then gets one "
     "response"
 )
-_CORRECTION = (
-    "is for correcting the difference between rollout and training probabilities, which is not in this version; leave "
-    "it out (rollout.name=hf samples from the training weights themselves)"
-)
-_FILTER = (
-    "is for drawing new prompts in place of groups without signal (DAPO), which is not in this version; leave it out"
-)
 _PROFILER = "is for the profilers, which are not in this version; leave it out (timing_s/* metrics give phase times)"
 _MEGATRON = (
     "is for the Megatron engine, which is not in this version; use strategy=fsdp and the fsdp_config section instead"
@@ -240,10 +233,6 @@ UNSUPPORTED: Sequence[Unsupported] = (
         (None, False),
     ),
     # algorithms
-    Unsupported("algorithm.filter_groups.enable", _FILTER, (False,)),
-    Unsupported("algorithm.filter_groups.**", _FILTER, switch="enable"),
-    Unsupported("algorithm.rollout_correction.bypass_mode", _CORRECTION, (False,)),
-    Unsupported("algorithm.rollout_correction.**", _CORRECTION, (None,)),
     Unsupported(
         "algorithm.use_pf_ppo",
         "is for reweighting samples (PF-PPO), which is not in this version; leave it out",

@@ -147,6 +147,11 @@ class PPOConfig(Config):
                 f"actor_rollout_ref.rollout.n=1: algorithm.adv_estimator={estimator!r} compares the samples of one "
                 "prompt, so it needs at least 2; 5 to 16 are usual"
             )
+        if algorithm.filter_groups.enable and rollout.n == 1:
+            yield (
+                "actor_rollout_ref.rollout.n=1: algorithm.filter_groups compares the samples of one prompt, so it "
+                "needs at least 2"
+            )
         if rollout.n > 1 and not rollout.do_sample:
             yield (
                 f"actor_rollout_ref.rollout.do_sample=False: the {rollout.n} samples of a prompt would be equal; "
@@ -169,10 +174,10 @@ class PPOConfig(Config):
                     f"actor_rollout_ref.rollout.{key}={here}: differs from data.max_{key}={there}; "
                     f"give data.max_{key} alone"
                 )
-        if data.gen_batch_size not in (None, data.train_batch_size):
+        if data.gen_batch_size not in (None, data.train_batch_size) and not self.algorithm.filter_groups.enable:
             yield (
                 f"data.gen_batch_size={data.gen_batch_size}: differs from data.train_batch_size="
-                f"{data.train_batch_size}, which is for group filtering, not in this version; leave it out"
+                f"{data.train_batch_size}, which is for algorithm.filter_groups.enable=True; leave it out"
             )
 
     def _batch_problems(self) -> Iterator[str]:

@@ -15,7 +15,10 @@ from verl.errors import ConfigError, DataError, VerlError
 from verl.utils.logging import setup_logging
 
 if TYPE_CHECKING:
+    from verl.single_controller.base import WorkerGroup
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.trainer.ppo.scoring import Scorer
+    from verl.trainer.ppo.sources import Source
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +54,8 @@ class TaskRunner:
         from verl.rewards import load_reward_manager
         from verl.trainer.ppo.placement import build_worker_groups
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-        from verl.trainer.ppo.sources import SyncSource, steps_in_run
+        from verl.trainer.ppo.scoring import Scorer
+        from verl.trainer.ppo.sources import steps_in_run
         from verl.trainer.ppo.validation import Validator
         from verl.utils.tokenizer import load_tokenizer
 
@@ -73,28 +77,26 @@ class TaskRunner:
 
         groups = build_worker_groups(config, self.device, total_steps)
         self._at_end.callback(groups.shutdown)
+        scorer = Scorer(reward_fn, groups.reward_model)
         rollout = config.actor_rollout_ref.rollout
         validator = None
         if val_loader is not None:
             validator = Validator(
                 dataloader=val_loader,
                 rollout=groups.actor_rollout,
-                reward_fn=reward_fn,
+                scorer=scorer,
                 tokenizer=tokenizer,
                 n=rollout.val_kwargs.n,
                 seed=trainer.seed,
                 dump_dir=trainer.validation_data_dir,
                 show=trainer.log_val_generations,
-                reward_model=groups.reward_model,
             )
         return RayPPOTrainer(
             config=config,
             actor_rollout=groups.actor_rollout,
             ref=groups.ref,
             critic=groups.critic,
-            reward_model=groups.reward_model,
-            source=SyncSource(train_loader, groups.actor_rollout, rollout.n),
-            reward_fn=reward_fn,
+            source=self.build_source(train_loader, groups.actor_rollout, scorer),
             validator=validator,
             tracker=tracker,
             checkpoints=checkpoints,
@@ -103,14 +105,36 @@ class TaskRunner:
             kl_ctrl=get_kl_controller(config.algorithm.kl_ctrl),
         )
 
+    def build_source(self, dataloader: Any, rollout: WorkerGroup, scorer: Scorer) -> Source:
+        """Where training batches come from: generation on request, with the groups filtered where configured."""
+        from verl.algorithms.registry import fields_needed, get_adv_estimator_fn
+        from verl.trainer.ppo.group_filter import GroupFilter
+        from verl.trainer.ppo.sources import SyncSource
+
+        algorithm, n = self.config.algorithm, self.config.actor_rollout_ref.rollout.n
+        needed = fields_needed(get_adv_estimator_fn(algorithm.adv_estimator))
+        source = SyncSource(dataloader, rollout, n, scorer, greedy_baselines="reward_baselines" in needed)
+        chosen = algorithm.filter_groups
+        if not chosen.enable:
+            return source
+        return GroupFilter(
+            source,
+            groups=self.config.data.train_batch_size,
+            n=n,
+            metric=chosen.metric,
+            max_batches=chosen.max_num_gen_batches,
+            fill=chosen.on_exhausted == "fill",
+        )
+
     def build_train_loader(self, tokenizer: Any) -> Any:
         """The stateful loader of training prompts."""
         from verl.data import create_dataloader, create_dataset
 
         data = self.config.data
         dataset = create_dataset(data.train_files, tokenizer, data, max_samples=data.train_max_samples)
+        batch_size = data.gen_batch_size or data.train_batch_size
         return create_dataloader(
-            dataset, data, batch_size=data.train_batch_size, shuffle=data.shuffle, seed=self.data_seed, drop_last=True
+            dataset, data, batch_size=batch_size, shuffle=data.shuffle, seed=self.data_seed, drop_last=True
         )
 
     def build_val_loader(self, tokenizer: Any) -> Any:

@@ -54,6 +54,11 @@ GLOSSARY: dict[str, str] = {
     "reward/{errors|timeouts}": "Samples whose reward function raised, returned no finite number, or ran out of time.",
     "reward/abstained": "Samples without a score, which take no part in the update.",
     "reward/empty_responses": "Responses without a token that a score could be placed on.",
+    # dynamic sampling
+    "filter_groups/num_gen_batches": "Generation batches that the step's training batch took.",
+    "filter_groups/informative_fraction": "Share of the groups generated in this step whose samples differ in outcome.",
+    "filter_groups/surplus": "Groups kept for the next step.",
+    "filter_groups/filled": "Groups without a signal that fill the batch up.",
     # weight hand-over
     "weight_sync/version": "Version of the weights that the rollout has: the step that made them.",
     "weight_sync/seconds": "Wall time of the weight hand-over.",
@@ -64,7 +69,20 @@ GLOSSARY: dict[str, str] = {
     "training/rollout_probs_diff_{mean|max|std}": (
         "Absolute difference of a sampled token's probability between rollout and training engine."
     ),
-    "rollout_corr/<name>": "Diagnostics of the correction for rollout and training policies that differ.",
+    "rollout_corr/kl": "KL divergence of rollout from training policy, mean log-ratio of sampled tokens, in nats.",
+    "rollout_corr/k3_kl": "The same from an estimate with less variance that is never negative.",
+    "rollout_corr/log_prob_abs_diff": "Mean absolute difference of a sampled token's log-prob, in nats.",
+    "rollout_corr/{training|rollout}_ppl": "Perplexity of the sampled tokens under that policy, mean over responses.",
+    "rollout_corr/ppl_ratio": "Training over rollout perplexity, mean over responses.",
+    "rollout_corr/log_ppl_{diff|abs_diff}": "Training less rollout log perplexity, mean over responses.",
+    "rollout_corr/rollout_is_{mean|std|min|max}": "Importance weights before truncation.",
+    "rollout_corr/rollout_is_eff_sample_size": "Effective share of samples: 1 when all importance weights are equal.",
+    "rollout_corr/rollout_is_ratio_fraction_{high|low}": "Share of importance weights beyond the upper or lower bound.",
+    "rollout_corr/chi2_{token|seq}": "Mean squared importance ratio less 1, of tokens and of responses.",
+    "rollout_corr/rollout_rs_masked_fraction": "Share of response tokens left out of the update.",
+    "rollout_corr/rollout_rs_seq_masked_fraction": "Share of responses of which a token is left out of the update.",
+    "rollout_corr/rollout_is_veto_fraction": "Share of responses with a token ratio below the veto.",
+    "rollout_corr/rollout_is_catastrophic_token_fraction": "Share of response tokens with a ratio below the veto.",
     "timing_s/<phase>": "Wall time of a phase in seconds.",
     "timing_per_token_ms/<phase>": (
         "Wall time of a phase in milliseconds per token: per sampled token for gen, per prompt or response token else."

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from verl.algorithms.correction import correct_rollout
 from verl.algorithms.kl import KLController
 from verl.algorithms.registry import ADV_ESTIMATORS, fields_needed
 from verl.checkpoint.manager import CheckpointManager
@@ -23,7 +24,8 @@ from verl.schema import check_batch
 from verl.single_controller.base import WorkerGroup
 from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.metrics import compute_step_metrics
-from verl.trainer.ppo.scoring import RewardFunction, describe_samples, dump_samples, leave_out, score_batch
+from verl.trainer.ppo.mismatch import MismatchMonitor
+from verl.trainer.ppo.scoring import describe_samples, dump_samples, outcomes, reported
 from verl.trainer.ppo.sources import Source
 from verl.trainer.ppo.validation import Validator
 from verl.utils.metrics import MetricSet
@@ -43,8 +45,7 @@ class RayPPOTrainer:
     Args:
         config: the sealed configuration.
         actor_rollout: worker group that trains the policy and samples from it.
-        source: gives batches of prompts with responses.
-        reward_fn: scores responses.
+        source: gives batches of prompts with scored responses.
         tracker: takes the metrics of every step.
         checkpoints: keeps the directories of saved steps.
         tokenizer: decodes samples for people.
@@ -52,7 +53,6 @@ class RayPPOTrainer:
         kl_ctrl: coefficient of the KL penalty in the reward.
         critic: worker group with ``compute_values`` and ``update_critic``.
         ref: worker group with ``compute_ref_log_prob``.
-        reward_model: worker group with ``compute_rm_score``.
         validator: runs the validation set; None validates never.
     """
 
@@ -62,7 +62,6 @@ class RayPPOTrainer:
         config: PPOConfig,
         actor_rollout: WorkerGroup,
         source: Source,
-        reward_fn: RewardFunction,
         tracker: Tracking,
         checkpoints: CheckpointManager,
         tokenizer: Any,
@@ -70,13 +69,11 @@ class RayPPOTrainer:
         kl_ctrl: KLController,
         critic: WorkerGroup | None = None,
         ref: WorkerGroup | None = None,
-        reward_model: WorkerGroup | None = None,
         validator: Validator | None = None,
     ) -> None:
         self.config = config
         self.actor_rollout = actor_rollout
         self.source = source
-        self.reward_fn = reward_fn
         self.tracker = tracker
         self.checkpoints = checkpoints
         self.tokenizer = tokenizer
@@ -84,9 +81,9 @@ class RayPPOTrainer:
         self.kl_ctrl = kl_ctrl
         self.critic = critic
         self.ref = ref
-        self.reward_model = reward_model
         self.validator = validator
         self.step = 0
+        self.mismatch = MismatchMonitor(config.algorithm.rollout_correction.report_threshold)
         self._check_estimator()
 
     def fit(self) -> None:
@@ -100,13 +97,11 @@ class RayPPOTrainer:
             self.step += 1
             timer = StepTimer()
             with timer("step"):
-                with timer("gen"):
-                    batch = self.source.next_batch(self.step)
-                with timer("reward"):
-                    batch, metrics = self.score(batch)
+                batch, metrics = self.source.next_batch(self.step, timer)  # generates and scores
+                self.dump_samples(batch)
                 batch = self.arrange(batch)
                 with timer("old_log_prob"):
-                    batch = batch.union(self.actor_rollout.compute_log_prob(batch))
+                    batch = batch.union(self.old_log_probs(batch))
                 if self.ref is not None:
                     with timer("ref"):
                         batch = batch.union(self.ref.compute_ref_log_prob(batch))
@@ -114,6 +109,7 @@ class RayPPOTrainer:
                     with timer("values"):
                         batch = batch.union(self.critic.compute_values(batch))
                 with timer("adv"):
+                    batch = self.correct_rollout(batch, metrics)
                     batch = self.shape_rewards(batch, metrics)
                     batch = compute_advantage(batch, self.config.algorithm)
 
@@ -156,22 +152,38 @@ class RayPPOTrainer:
         """Hand the actor's weights to the rollout; the version is the step that made them."""
         return _first(self.actor_rollout.sync_weights(version=self.step))
 
-    def score(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
-        """Add ``token_level_scores`` (B,R) and the reward function's extra values."""
-        if self.reward_model is not None:
-            batch = batch.union(self.reward_model.compute_rm_score(batch))
-        result = score_batch(self.reward_fn, batch)
-        batch.batch["token_level_scores"] = result.scores
-        for name, values in result.extra.items():
-            batch.non_tensor_batch.setdefault(f"reward_{name}", values)
-        leave_out(batch, result.has_score)
+    def dump_samples(self, batch: DataProto) -> None:
+        """Write the batch's samples where ``trainer.rollout_data_dir`` says."""
         if directory := self.config.trainer.rollout_data_dir:
-            dump_samples(Path(directory), self.step, describe_samples(self.tokenizer, batch, result))
-        return batch, result.metrics
+            scores = outcomes(batch, "seq_reward").tolist()
+            samples = describe_samples(self.tokenizer, batch, scores, reported(batch))
+            dump_samples(Path(directory), self.step, samples)
 
     def arrange(self, batch: DataProto) -> DataProto:
         """Order the rows so that each global mini-batch is the same whatever the number of ranks."""
         return self._arranged(batch, self.config.actor_rollout_ref.actor, self.actor_rollout.mesh("actor").dp_size)
+
+    def old_log_probs(self, batch: DataProto) -> DataProto:
+        """``old_log_probs`` (B,R): the policy's before the update, or in bypass mode the rollout's own."""
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            return DataProto.from_dict({"old_log_probs": batch.batch["rollout_log_probs"]})
+        return self.actor_rollout.compute_log_prob(batch)
+
+    def correct_rollout(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+        """Compare policy and rollout; add ``rollout_is_weights`` and ``rollout_accepted`` (B,R) where configured."""
+        config, tensors = self.config.algorithm.rollout_correction, batch.batch
+        if config.bypass_mode:
+            return batch
+        correction = correct_rollout(
+            tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], config
+        )
+        if correction.weights is not None:
+            tensors["rollout_is_weights"] = correction.weights
+        if correction.accepted is not None:
+            tensors["rollout_accepted"] = correction.accepted
+        metrics.update({f"rollout_corr/{name}": value for name, value in correction.metrics.items()})
+        self.mismatch.look(batch, correction.metrics.get("log_prob_abs_diff", 0.0), step=self.step)
+        return batch
 
     def shape_rewards(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
         """Add ``token_level_rewards`` (B,R): the scores, less the KL penalty where it is part of the reward."""
@@ -189,7 +201,11 @@ class RayPPOTrainer:
         return _metrics(self.critic.update_critic(check_batch(batch, "update_critic")))
 
     def update_actor(self, batch: DataProto) -> dict[str, float]:
-        """One step of policy updates."""
+        """One step of policy updates, on the tokens that were not rejected."""
+        if "rollout_accepted" in batch.batch:
+            mask = batch.batch["response_mask"] * batch.batch["rollout_accepted"]
+            batch = _without(batch, "rollout_accepted")
+            batch.batch["response_mask"] = mask
         return _metrics(self.actor_rollout.update_actor(check_batch(batch, "update_actor")))
 
     def describe(self, batch: DataProto, timer: StepTimer) -> dict[str, float]:
@@ -200,6 +216,8 @@ class RayPPOTrainer:
         # rows lie rank by rank; where each was drawn tells what a plain cut would have given the ranks
         places = torch.argsort(drawn).chunk(self.actor_rollout.mesh("actor").dp_size)
         balance = seqlen_balance_metrics(lengths[drawn].tolist(), [part.tolist() for part in places])
+        if self.config.algorithm.rollout_correction.bypass_mode:  # nothing else to compare the rollout's with
+            batch = _without(batch, "rollout_log_probs")
         return (
             progress
             | balance
@@ -244,7 +262,8 @@ class RayPPOTrainer:
 
     def _check_estimator(self) -> None:
         name = self.config.algorithm.adv_estimator
-        available = {"token_level_rewards", "response_mask", "uid"} | ({"values"} if self.critic else set())
+        available = {"token_level_rewards", "response_mask", "uid", *self.source.fields}
+        available |= {"values"} if self.critic else set()
         if missing := fields_needed(ADV_ESTIMATORS[name]) - available:
             raise ConfigError(
                 f"algorithm.adv_estimator={name}: needs {', '.join(sorted(missing))}, which nothing in this run makes"
@@ -261,6 +280,13 @@ class RayPPOTrainer:
         lengths = batch.batch["attention_mask"].sum(-1)[order].tolist()
         arranged = arrange_mini_batches(lengths, rows, dp_size, balance=self.config.trainer.balance_batch)
         return batch.select_idxs(order[torch.tensor(arranged)])
+
+
+def _without(batch: DataProto, field: str) -> DataProto:
+    """The batch less a tensor, with a table of tensors of its own."""
+    names = list(batch.batch.keys())
+    names.remove(field)
+    return batch.select(batch_keys=names)
 
 
 def _first(results: Any) -> Any:

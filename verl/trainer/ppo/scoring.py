@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.data.collate import object_array
+from verl.errors import RewardError
 from verl.protocol import DataProto
+from verl.single_controller.base import WorkerGroup
 from verl.utils.fs import atomic_write_text
 
 #: ``(batch, return_dict=True)`` -> what a reward manager returns
 RewardFunction = Callable[..., Any]
 Sample = dict[str, Any]
+
+#: columns of the batch with what a reward function reports besides the score: ``reward_<name>``
+PREFIX = "reward_"
+#: columns with that prefix that come from the data or the source
+_NOT_REPORTED = frozenset({"reward_model", "reward_baselines"})
 
 
 @dataclass(frozen=True)
@@ -37,8 +45,43 @@ class Scored:
 
     def sums(self) -> list[float]:
         """The score of each row; NaN where there is none."""
-        sums = self.scores.sum(-1)
-        return torch.where(self.has_score, sums, torch.nan).tolist()
+        return torch.where(self.has_score, self.scores.sum(-1), torch.nan).tolist()
+
+
+class Scorer:
+    """Judges responses: by the reward model if there is one, then by the reward function.
+
+    Args:
+        reward_fn: scores a batch.
+        reward_model: worker group with ``compute_rm_score``.
+    """
+
+    def __init__(self, reward_fn: RewardFunction, reward_model: WorkerGroup | None = None) -> None:
+        self.reward_fn = reward_fn
+        self.reward_model = reward_model
+
+    def judge(self, batch: DataProto) -> Scored:
+        """Score every row once; of the batch only ``rm_scores`` is added."""
+        if self.reward_model is not None:
+            batch.union(self.reward_model.compute_rm_score(batch))
+        return score_batch(self.reward_fn, batch)
+
+    def __call__(self, batch: DataProto) -> dict[str, float]:
+        """Score a training batch and add the result in place.
+
+        Adds ``token_level_scores`` (B,R), ``has_score`` (B,) and ``reward_<name>`` for what else was reported. Rows
+        without a score are taken out of losses and groups.
+
+        Returns:
+            Numbers to log.
+        """
+        result = self.judge(batch)
+        batch.batch["token_level_scores"] = result.scores
+        batch.batch["has_score"] = result.has_score
+        for name, values in result.extra.items():
+            batch.non_tensor_batch.setdefault(PREFIX + name, values)
+        leave_out(batch, result.has_score)
+        return result.metrics
 
 
 def score_batch(reward_fn: RewardFunction, batch: DataProto) -> Scored:
@@ -50,8 +93,7 @@ def score_batch(reward_fn: RewardFunction, batch: DataProto) -> Scored:
     extra = {}
     for name, values in result.get("reward_extra_info", {}).items():
         if len(values) == len(batch):
-            extra[name] = np.empty(len(batch), dtype=object)
-            extra[name][:] = list(values)
+            extra[name] = object_array(list(values))
     return Scored(
         scores=scores,
         has_score=result.get("sample_mask", torch.ones(len(batch), dtype=torch.bool)),
@@ -71,7 +113,53 @@ def leave_out(batch: DataProto, has_score: torch.Tensor) -> None:
         batch.non_tensor_batch["uid"][row] += f"-without-score-{row}"
 
 
-def describe_samples(tokenizer: Any, batch: DataProto, result: Scored) -> list[Sample]:
+def reported(batch: DataProto) -> dict[str, np.ndarray]:
+    """What the reward function reported of a scored batch, by name."""
+    return {
+        name.removeprefix(PREFIX): values
+        for name, values in batch.non_tensor_batch.items()
+        if name.startswith(PREFIX) and name not in _NOT_REPORTED
+    }
+
+
+def outcomes(batch: DataProto, metric: str | None = None) -> torch.Tensor:
+    """The verdict on each response of a scored batch, before any shaping; NaN where there is none.
+
+    Args:
+        batch: a batch with scores.
+        metric: a value that the reward function reports; ``seq_reward`` is the whole score. Default: ``acc``, the score
+            before penalties, where it is reported, else the score.
+
+    Returns:
+        (B,) float64.
+
+    Raises:
+        RewardError: the reward function does not report the metric, or not as a number.
+    """
+    known = reported(batch)
+    if metric is None:
+        metric = "acc" if "acc" in known else "seq_reward"
+    has_score = batch.batch["has_score"]
+    if metric == "seq_reward":
+        values = batch.batch["token_level_scores"].double().sum(-1)
+    elif metric in known:
+        try:
+            values = torch.tensor([float(value) for value in known[metric]], dtype=torch.float64)
+        except (TypeError, ValueError):
+            raise RewardError(
+                f"the reward function reports {metric!r} as {known[metric][0]!r}; a number is needed here"
+            ) from None
+    else:
+        raise RewardError(
+            f"the reward function does not report {metric!r}; it reports {', '.join(sorted(known)) or 'nothing'}, "
+            "and seq_reward is the whole score"
+        )
+    return torch.where(has_score, values, torch.nan)
+
+
+def describe_samples(
+    tokenizer: Any, batch: DataProto, scores: list[float], extra: Mapping[str, np.ndarray]
+) -> list[Sample]:
     """Rows as readable dicts: input, output, ground truth, score and the reward function's extra values."""
     responses = batch.batch["responses"]
     prompts = batch.batch["prompts"]
@@ -79,7 +167,7 @@ def describe_samples(tokenizer: Any, batch: DataProto, result: Scored) -> list[S
     response_mask = batch.batch["attention_mask"][:, prompts.shape[1] :].bool()
     truths = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
     rows = []
-    for i, score in enumerate(result.sums()):
+    for i, score in enumerate(scores):
         truth = truths[i]
         row: Sample = {
             "uid": batch.non_tensor_batch["uid"][i],
@@ -88,7 +176,7 @@ def describe_samples(tokenizer: Any, batch: DataProto, result: Scored) -> list[S
             "gts": truth.get("ground_truth") if isinstance(truth, dict) else truth,
             "score": score,
         }
-        row.update({name: values[i] for name, values in result.extra.items() if name not in row})
+        row.update({name: values[i] for name, values in extra.items() if name not in row})
         rows.append(row)
     return rows
 

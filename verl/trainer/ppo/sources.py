@@ -1,12 +1,13 @@
 """Where training batches come from.
 
-A source owns the execution mode: when prompts are drawn and when responses are generated. The trainer asks
-for the next batch and never learns how it was made.
+A source owns the execution mode: when prompts are drawn, when responses are generated and when they are judged. The
+trainer asks for the next scored batch and never learns how it was made. A source may wrap another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,16 +16,29 @@ import torch
 from verl.errors import DataError
 from verl.protocol import DataProto
 from verl.single_controller.base import WorkerGroup
+from verl.utils.timing import StepTimer
+
+logger = logging.getLogger(__name__)
+
+#: scores a batch in place and returns numbers to log
+Score = Callable[[DataProto], dict[str, float]]
 
 
 class Source(Protocol):
     """What the trainer needs of a source."""
 
-    #: epoch that the last batch came from, counted from 0
-    epoch: int
+    @property
+    def epoch(self) -> int:
+        """Epoch that the last batch came from, counted from 0."""
 
-    def next_batch(self, step: int) -> DataProto:
-        """A batch of prompts with responses for ``step`` (counted from 1)."""
+    #: fields of its batches besides those of generation and scoring
+    fields: frozenset[str]
+
+    def next_batch(self, step: int, timer: StepTimer) -> tuple[DataProto, dict[str, float]]:
+        """A batch of prompts with scored responses for ``step`` (counted from 1), and numbers to log.
+
+        Generation is timed as ``gen`` and scoring as ``reward``.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """All that decides which batches are still to come."""
@@ -46,10 +60,12 @@ def with_samples(prompts: DataProto, n: int, uid_prefix: str) -> DataProto:
 
 
 def generate(rollout: WorkerGroup, batch: DataProto, *, step: int, validate: bool) -> DataProto:
-    """Let the rollout workers answer every row and join the answers to the rows."""
-    request = batch.select(
-        batch_keys=["input_ids", "attention_mask", "sample_index"], non_tensor_batch_keys=[], meta_info_keys=[]
-    )
+    """Let the rollout workers answer every row and join the answers to the rows.
+
+    Rows with ``greedy`` (B,) get the most probable tokens instead of samples.
+    """
+    fields = [name for name in ("input_ids", "attention_mask", "sample_index", "greedy") if name in batch.batch]
+    request = batch.select(batch_keys=fields, non_tensor_batch_keys=[], meta_info_keys=[])
     request.meta_info.update(step=step, validate=validate)
     responses = rollout.generate_sequences(request)
     # the prompt-only forms are superseded by the whole sequences
@@ -58,27 +74,51 @@ def generate(rollout: WorkerGroup, batch: DataProto, *, step: int, validate: boo
 
 
 class SyncSource:
-    """Generate when asked: every batch is sampled from the newest weights.
+    """Generate and score when asked: every batch is sampled from the newest weights.
+
+    It may be asked several times in a step; each time it draws further prompts and other random numbers.
 
     Args:
         dataloader: yields dicts of prompts and remembers its position.
         rollout: worker group with ``generate_sequences``.
         n: samples per prompt.
+        score: scores a batch in place.
+        greedy_baselines: answer every prompt once more with the most probable tokens, in the same generation phase, and
+            add that answer's score to the prompt's samples as ``reward_baselines`` (B,).
     """
 
-    def __init__(self, dataloader: Any, rollout: WorkerGroup, n: int) -> None:
+    def __init__(
+        self, dataloader: Any, rollout: WorkerGroup, n: int, score: Score, *, greedy_baselines: bool = False
+    ) -> None:
         self.dataloader = dataloader
         self.rollout = rollout
         self.n = n
+        self.score = score
+        self.greedy_baselines = greedy_baselines
+        self.fields = frozenset({"reward_baselines"} if greedy_baselines else ())
         self.epoch = 0
         self._iterator: Iterator[dict[str, Any]] | None = None
+        self._step = 0
+        self._calls = 0  # batches of the current step so far
 
-    def next_batch(self, step: int) -> DataProto:
-        """Draw prompts, starting the next epoch when this one is used up, and generate their responses."""
-        self.epoch = self.dataloader.epoch
-        prompts = DataProto.from_single_dict(self._next_rows())
-        batch = with_samples(prompts, self.n, uid_prefix=f"{step}")
-        return generate(self.rollout, batch, step=step, validate=False)
+    def next_batch(self, step: int, timer: StepTimer) -> tuple[DataProto, dict[str, float]]:
+        """Draw prompts, starting the next epoch when this one is used up; generate and score their responses."""
+        self._calls = self._calls + 1 if step == self._step else 0
+        self._step = step
+        with timer("gen"):
+            self.epoch = self.dataloader.epoch
+            prompts = DataProto.from_single_dict(self._next_rows())
+            batch = with_samples(prompts, self.n, uid_prefix=f"{step}.{self._calls}" if self._calls else f"{step}")
+            samples = len(batch)
+            if self.greedy_baselines:
+                batch = _with_greedy(batch, prompts)
+            batch.batch["sample_index"] += self._calls * samples
+            batch = generate(self.rollout, batch, step=step, validate=False)
+        with timer("reward"):
+            metrics = self.score(batch)
+            if self.greedy_baselines:
+                batch = _with_baselines(batch, samples, self.n)
+        return batch, metrics
 
     def _next_rows(self) -> dict[str, Any]:
         for _ in range(2):
@@ -97,6 +137,28 @@ class SyncSource:
         """Continue at the saved epoch and position."""
         self.dataloader.load_state_dict(state)
         self._iterator = None
+
+
+def _with_greedy(batch: DataProto, prompts: DataProto) -> DataProto:
+    """Append every prompt once more, to be answered greedily."""
+    batch.batch["greedy"] = torch.zeros(len(batch), dtype=torch.bool)
+    prompts.batch["greedy"] = torch.ones(len(prompts), dtype=torch.bool)
+    prompts.batch["sample_index"] = torch.arange(len(batch), len(batch) + len(prompts))
+    return DataProto.concat([batch, prompts])
+
+
+def _with_baselines(batch: DataProto, samples: int, n: int) -> DataProto:
+    """Give the samples the score of their prompt's greedy answer, the rows from ``samples`` on.
+
+    A greedy answer without a score is no baseline; its prompt's samples are then left out.
+    """
+    kept, greedy = batch.slice(0, samples), batch.slice(samples)
+    scores = greedy.batch["token_level_scores"].sum(-1)
+    kept.batch["reward_baselines"] = scores.repeat_interleave(n).float()
+    has_baseline = greedy.batch["has_score"].repeat_interleave(n)
+    kept.batch["has_score"] = kept.batch["has_score"] & has_baseline
+    kept.batch["response_mask"] = torch.where(has_baseline[:, None], kept.batch["response_mask"], 0)
+    return kept
 
 
 def steps_in_run(batches_per_epoch: int, total_epochs: int, total_training_steps: int | None) -> int:

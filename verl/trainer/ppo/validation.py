@@ -12,7 +12,7 @@ import numpy as np
 from verl.protocol import DataProto
 from verl.single_controller.base import WorkerGroup
 from verl.trainer.ppo.metrics import process_validation_metrics
-from verl.trainer.ppo.scoring import RewardFunction, Sample, describe_samples, dump_samples, score_batch
+from verl.trainer.ppo.scoring import Sample, Scorer, describe_samples, dump_samples
 from verl.trainer.ppo.sources import generate, with_samples
 from verl.utils.seeding import derive_seed
 
@@ -25,13 +25,12 @@ class Validator:
     Args:
         dataloader: yields dicts of prompts; every pass gives the same rows in the same order.
         rollout: worker group with ``generate_sequences``.
-        reward_fn: scores a batch.
+        scorer: judges responses.
         tokenizer: decodes prompts and responses for people.
         n: samples per prompt.
         seed: seed of the run.
         dump_dir: where ``<step>.jsonl`` goes, or None.
         show: how many samples go to the trackers.
-        reward_model: worker group with ``compute_rm_score``.
     """
 
     def __init__(
@@ -39,23 +38,21 @@ class Validator:
         *,
         dataloader: Any,
         rollout: WorkerGroup,
-        reward_fn: RewardFunction,
+        scorer: Scorer,
         tokenizer: Any,
         n: int,
         seed: int,
         dump_dir: str | None = None,
         show: int = 0,
-        reward_model: WorkerGroup | None = None,
     ) -> None:
         self.dataloader = dataloader
         self.rollout = rollout
-        self.reward_fn = reward_fn
+        self.scorer = scorer
         self.tokenizer = tokenizer
         self.n = n
         self.seed = seed
         self.dump_dir = Path(dump_dir) if dump_dir else None
         self.show = show
-        self.reward_model = reward_model
 
     def run(self, step: int) -> tuple[dict[str, float], list[Sample]]:
         """Validate the policy as it is after ``step``.
@@ -74,15 +71,14 @@ class Validator:
             batch.batch["sample_index"] += rows_seen
             rows_seen += len(batch)
             batch = generate(self.rollout, batch, step=0, validate=True)
-            if self.reward_model is not None:
-                batch = batch.union(self.reward_model.compute_rm_score(batch))
-            result = score_batch(self.reward_fn, batch)
+            result = self.scorer.judge(batch)
             sources += list(batch.non_tensor_batch.get("data_source", np.full(len(batch), "unknown", dtype=object)))
             uids += list(batch.non_tensor_batch["uid"])
-            infos["reward"] += result.sums()
+            scores = result.sums()
+            infos["reward"] += scores
             for name, values in result.extra.items():
                 infos[name] += list(values)
-            samples += describe_samples(self.tokenizer, batch, result)
+            samples += describe_samples(self.tokenizer, batch, scores, result.extra)
         # a value that only some batches report cannot be summarised over the set
         aligned = {name: values for name, values in infos.items() if len(values) == len(uids)}
         metrics = process_validation_metrics(sources, uids, aligned, seed=derive_seed(self.seed, "bootstrap"))

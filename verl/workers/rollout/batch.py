@@ -27,7 +27,8 @@ def requests_from_batch(
 
     Args:
         prompts: ``input_ids`` and ``attention_mask`` (B,P), left-padded; ``sample_index`` (B,) int64 numbers the
-            samples of the whole step (the row number when absent).
+            samples of the whole step (the row number when absent); ``greedy`` (B,) bool, if there, marks rows that
+            get the most probable tokens whatever the configuration.
         rollout_config: the ``rollout`` section.
         seed: seed of the run.
         step: training step.
@@ -48,15 +49,20 @@ def requests_from_batch(
     if not torch.equal(mask, columns >= (width - lengths).unsqueeze(1)):
         raise SchemaError("attention_mask of the prompts must be left-padded: zeros, then ones to the end of the row")
     index = batch["sample_index"].tolist() if "sample_index" in fields else list(range(size))
-    settings = sampling_settings(rollout_config, validate=validate)
+    sampled = sampling_settings(rollout_config, validate=validate)
+    greedy = batch["greedy"].tolist() if "greedy" in fields else [False] * size
     purpose = "validation" if validate else "rollout"
     return [
         GenerationRequest(
             prompt_ids=row[width - length :],
-            sampling=SamplingParams(seed=derive_seed(seed, purpose, step, sample), **settings),
+            sampling=SamplingParams(
+                seed=derive_seed(seed, purpose, step, sample), **(sampled | {"temperature": 0.0} if top else sampled)
+            ),
             request_id=f"{purpose}-{step}-{sample}-{number}",
         )
-        for number, (row, length, sample) in enumerate(zip(input_ids.tolist(), lengths.tolist(), index, strict=True))
+        for number, (row, length, sample, top) in enumerate(
+            zip(input_ids.tolist(), lengths.tolist(), index, greedy, strict=True)
+        )
     ]
 
 
