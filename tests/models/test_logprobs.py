@@ -112,3 +112,18 @@ def test_frozen_output_embedding_gets_no_gradient() -> None:
 def test_zero_temperature_is_refused() -> None:
     with pytest.raises(ValueError, match="temperature=0"):
         token_log_probs(torch.randn(1, 2), torch.randn(3, 2), None, torch.tensor([0]), temperature=0.0)
+
+
+def test_recomputing_changes_no_bit() -> None:
+    """``keep=False`` holds no logits for the backward pass and gives the same gradients."""
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(6, 8), torch.randn(11, 8), torch.randint(11, (6,))
+    gradients = []
+    for keep in (True, False):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        log_probs, entropies = token_log_probs(h, w, None, targets, temperature=0.8, entropy=True, keep=keep)
+        assert entropies is not None
+        (log_probs.sum() + 0.3 * entropies.sum()).backward()
+        gradients.append((h.grad, w.grad))
+    for kept, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(kept, recomputed)

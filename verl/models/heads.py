@@ -99,6 +99,7 @@ class PolicyModel(HeadModel):
         # Kept out of the module tree: registered twice it would change the parameter names.
         self.__dict__["lm_head"] = head
         self.transform = LogitTransform.of(model)
+        self.keep_logits = True  # for the backward pass, where they fit one chunk
 
     def forward(self, layout: RowLayout, want: frozenset[str], temperature: float = 1.0) -> dict[str, Tensor]:
         self._check(want)
@@ -112,6 +113,7 @@ class PolicyModel(HeadModel):
             temperature=temperature,
             transform=self.transform,
             entropy="entropys" in want,
+            keep=self.keep_logits,
         )
         results = {"log_probs": log_probs}
         if entropies is not None:

@@ -58,6 +58,7 @@ def token_log_probs(
     transform: LogitTransform = IDENTITY,
     entropy: bool = False,
     chunk_numbers: int | None = None,
+    keep: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target, and optionally the entropy of each distribution, in float32.
 
@@ -70,6 +71,7 @@ def token_log_probs(
         transform: the model's own change to its logits.
         entropy: also return entropies, in nats.
         chunk_numbers: most logits to hold at a time; by default a size that suits the device.
+        keep: keep the log-softmax for the backward pass where one chunk holds it; False recomputes it.
 
     Returns:
         (N,) log-probabilities and (N,) entropies or None; both differentiable.
@@ -80,7 +82,7 @@ def token_log_probs(
         chunk_numbers = CHUNK_NUMBERS_CPU if hidden.device.type == "cpu" else CHUNK_NUMBERS_DEVICE
     rows = max(1, chunk_numbers // weight.shape[0])
     log_probs, entropies = _TokenLogProbs.apply(
-        hidden, weight, bias, targets, float(temperature), transform.scale, transform.softcap, entropy, rows
+        hidden, weight, bias, targets, float(temperature), transform.scale, transform.softcap, entropy, rows, keep
     )
     return log_probs, entropies if entropy else None
 
@@ -121,6 +123,7 @@ class _TokenLogProbs(torch.autograd.Function):
         softcap: float | None,
         entropy: bool,
         rows: int,
+        keep: bool,
     ) -> tuple[Tensor, Tensor]:
         count = hidden.shape[0]
         log_probs = hidden.new_empty(count, dtype=torch.float32)
@@ -133,7 +136,7 @@ class _TokenLogProbs(torch.autograd.Function):
             log_probs[start:end] = log_p.gather(1, targets[start:end, None])[:, 0]
             if entropy:
                 entropies[start:end] = log_p.exp().mul_(log_p).sum(-1).neg_()
-            if single and softcap is None:
+            if keep and single and softcap is None:
                 kept = log_p
             del log_p  # before the next chunk is made
         ctx.save_for_backward(hidden, weight, bias, targets, kept, entropies)
@@ -182,7 +185,7 @@ class _TokenLogProbs(torch.autograd.Function):
                     d_logits @ weight if need_hidden else None,
                     d_logits.t() @ part if need_weight else None,
                     d_logits.sum(0) if need_bias else None,
-                    *([None] * 6),
+                    *([None] * 7),
                 )
             if grad_hidden is not None:
                 torch.mm(d_logits, weight, out=grad_hidden[start:end])
@@ -194,5 +197,5 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *([None] * 6),
+            *([None] * 7),
         )

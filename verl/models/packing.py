@@ -26,6 +26,11 @@ _MIN_SHARED = 0.1
 _MAX_MASK_SCORES = 1 << 24
 
 
+def sharing_pays(shared_tokens: int, tokens: int) -> bool:
+    """Whether rows share equal prompts that would otherwise be ``shared_tokens`` of their ``tokens``."""
+    return shared_tokens >= _MIN_SHARED * tokens
+
+
 @dataclass(frozen=True)
 class RowLayout:
     """Model input for some rows, and where their results belong.
@@ -166,7 +171,7 @@ def build_layout(
     leader = every_row
     if share_prompts and rows > 1:
         leader = prompt_leaders(ids[:, :prompt_length], valid[:, :prompt_length], positions[:, :prompt_length])
-        if int(prompt_lengths[leader != every_row].sum()) < _MIN_SHARED * int(lengths.sum()):
+        if not sharing_pays(int(prompt_lengths[leader != every_row].sum()), int(lengths.sum())):
             leader = every_row
     follows = leader != every_row
     shared = bool(follows.any())

@@ -43,6 +43,13 @@ def test_rows_of_one_prompt_stay_together_and_count_it_once() -> None:
     assert sorted(len(part) for part in plan.parts) == [2, 2, 2, 2]
 
 
+def test_budget_holds_where_sharing_does_not_pay() -> None:
+    """Prompts of 4 tokens are a tenth of nothing here: such rows run whole, so the budget must count them whole."""
+    batch = make_batch([4] * 8, [45] * 8, equal_prompts_of=2)  # a pair: 94 tokens shared, 98 whole
+    plan = plan_batch(as_tensordict(batch), MicroBatching(max_tokens=95), share_prompts=True)
+    assert all(49 * len(part) <= 95 for part in plan.parts)
+
+
 def test_a_row_longer_than_the_budget_is_an_error() -> None:
     with pytest.raises(DataError, match="12 tokens"):
         plan_batch(as_tensordict(make_batch([10], [2])), MicroBatching(max_tokens=11))

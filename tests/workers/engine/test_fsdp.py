@@ -331,6 +331,25 @@ def test_offloading_changes_no_number(tiny_model_dir: str, batch: dict[str, Tens
     assert moved.memory().host_used > 10 * 2**20
 
 
+def test_layers_kept_gathered_in_training_are_given_back_after_evaluation(
+    tiny_model_dir: str, batch: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """``reshard_after_forward=False``: an evaluation has no backward pass that would give the layers back."""
+    kept = make_engine(tiny_model_dir, compute="bfloat16", fsdp={"reshard_after_forward": False})
+    freed = make_engine(tiny_model_dir, compute="bfloat16")
+    for engine in (kept, freed):
+        engine.forward(batch, LOG_PROBS, micro=WHOLE)
+        engine.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE)
+    kept.forward(batch, LOG_PROBS, micro=WHOLE)
+    kept.save(tmp_path / "step", TRAINED)
+    with torch.no_grad():
+        for engine in (kept, freed):
+            for tensor in (engine.local_tensors() or {}).values():
+                tensor.mul_(1.5)
+    outputs = [engine.forward(batch, LOG_PROBS, micro=WHOLE)["log_probs"] for engine in (kept, freed)]
+    assert torch.equal(*outputs)
+
+
 def test_an_evaluation_engine_does_not_train(tiny_model_dir: str, batch: dict[str, Tensor]) -> None:
     engine = make_engine(tiny_model_dir, trained=False)
     assert not any(p.requires_grad for p in engine.module.parameters())

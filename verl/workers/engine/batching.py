@@ -18,9 +18,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.errors import DataError, SchemaError
-from verl.models.packing import prompt_leaders
+from verl.models.packing import prompt_leaders, sharing_pays
 from verl.utils.metrics import MetricSet
-from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, plan_micro_batches
+from verl.utils.seqlen_balancing import plan_micro_batches
 from verl.workers.engine.base import GlobalBatchInfo, MicroBatching
 
 REQUIRED_FIELDS = ("input_ids", "attention_mask", "position_ids", "response_mask")
@@ -80,7 +80,6 @@ def plan_batch(
     rows = int(response_mask.shape[0])
     tokens = int(response_mask.sum())
     active = int(response_mask.any(-1).sum()) if rows else 0
-    lengths: list[int] = []
     parts: list[list[int]] = []
     problem = ""
     if micro.max_tokens is not None:
@@ -102,8 +101,8 @@ def plan_batch(
         wanted = max(n[2] for n in numbers)
         if any(n[3] for n in numbers) and not problem:
             problem = "another rank has a row with more tokens than one micro-batch may hold; see its error"
-        if wanted > count and not problem:
-            parts = _spread(parts, lengths, rows, wanted)
+        # micro-batches that only other ranks need stay empty: cutting differently could break this rank's budget
+        parts += [[] for _ in range(wanted - count)]
     if problem:
         raise DataError(problem)
     info = GlobalBatchInfo(dp_size=dp_size, batch_num_tokens=tokens, global_batch_size=active)
@@ -133,16 +132,13 @@ def _plan_tokens(batch: TensorDict, lengths: list[int], max_tokens: int, share_p
             open_unit[first] = len(units)
             units.append([row])
             costs.append(lengths[row])
-    return [sorted(row for unit in part for row in units[unit]) for part in plan_micro_batches(costs, max_tokens)]
-
-
-def _spread(parts: list[list[int]], lengths: list[int], rows: int, wanted: int) -> list[list[int]]:
-    """Use the extra micro-batches that other ranks need anyway, or leave them empty."""
-    if lengths and len(parts) < wanted:
-        filled = min(wanted, rows)
-        if filled:
-            parts = get_seqlen_balanced_partitions(lengths, filled)
-    return parts + [[] for _ in range(wanted - len(parts))]
+    unit_lengths = [sum(lengths[row] for row in unit) for unit in units]
+    plan = plan_micro_batches(costs, max_tokens)
+    for part in plan:
+        whole = sum(unit_lengths[unit] for unit in part)
+        if whole > max_tokens and not sharing_pays(whole - sum(costs[unit] for unit in part), whole):
+            return plan_micro_batches(lengths, max_tokens)  # this part would run unshared and burst the budget
+    return [sorted(row for unit in part for row in units[unit]) for part in plan]
 
 
 def take_rows(batch: TensorDict, part: list[int], rows: int) -> TensorDict:

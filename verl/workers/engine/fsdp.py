@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from verl.errors import ConfigError
-from verl.models.heads import HEADS, HeadModel
+from verl.models.heads import HEADS, HeadModel, PolicyModel
 from verl.models.loading import (
     has_dropout,
     load_causal_lm,
@@ -122,6 +122,9 @@ class FSDPEngine(TrainEngine):
         if self.fsdp_config.use_torch_compile:
             _compile_dense_parts(decoder_layers(hf_model, []))
         self.module: HeadModel = HEADS[self.head](hf_model)
+        if isinstance(self.module, PolicyModel):
+            saving = self.model_config.use_fused_kernels or self.fsdp_config.entropy_checkpointing
+            self.module.keep_logits = not saving
 
         self._fsdp: FSDPModule | None = None  # the module again, if FSDP manages it
         self._shard_group: dist.ProcessGroup | None = None
@@ -167,8 +170,7 @@ class FSDPEngine(TrainEngine):
             for part in plan.parts:
                 layout = self._layout(take_rows(rows_of, part, rows))
                 pieces.append(self.module(layout, want, temperature))
-            if self._fsdp is not None:
-                self._fsdp.reshard()  # the root keeps its parameters gathered otherwise
+            self._reshard()  # the root keeps its parameters gathered otherwise, and layers may be asked to
         return {name: value for name, value in join_rows(pieces, plan.parts, rows).items() if name in want}
 
     def train_batch(
@@ -193,7 +195,8 @@ class FSDPEngine(TrainEngine):
             last = len(plan.parts) - 1
             for number, part in enumerate(plan.parts):
                 if self._fsdp is not None and last > 0:
-                    self._fsdp.set_requires_gradient_sync(number == last)
+                    # Shards are summed over micro-batches: whole gradients would not fit. Replicas wait for the last.
+                    self._fsdp.set_requires_all_reduce(number == last)
                     self._fsdp.set_is_last_backward(number == last)
                 pieces.append(self._backward(take_rows(rows_of, part, rows), loss, want, temperature, plan.info))
             lr = self.schedule.lr(self.lr_step)
@@ -228,7 +231,8 @@ class FSDPEngine(TrainEngine):
             if rows.batch_size[0] == 0:  # nothing to learn, but the collectives of the backward pass need this rank
                 sum(value.sum() for value in outputs.values()).backward()
                 return MetricSet()
-            rows = rows if rows.device in (None, self.device) or self.device.type == "cpu" else rows.to(self.device)
+            if self.device.type != "cpu":
+                rows = rows.to(self.device)
             value, metrics = loss(outputs, rows, info)
         value.backward()
         return metrics
@@ -253,12 +257,18 @@ class FSDPEngine(TrainEngine):
             return torch.autograd.graph.save_on_cpu(pin_memory=True)
         return nullcontext()
 
+    def _reshard(self) -> None:
+        """Give back gathered parameters; resharding the root alone would leave the layers as they are."""
+        if self._fsdp is not None:
+            for module in self._fsdp.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def hf_tensors(self) -> dict[str, Tensor]:
         """This rank's parameters and stored buffers (DTensors where sharded) by Hugging Face name."""
-        if self._fsdp is not None:
-            self._fsdp.reshard()
+        self._reshard()
         return dict(self.module.hf_named_tensors())
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
