@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from verl.algorithms.bypass_loss import compute_policy_loss_bypass_mode
 from verl.algorithms.correction import (
     acceptance,
     correct_rollout,
@@ -192,3 +193,23 @@ def test_unusable_settings() -> None:
         importance_weights(clean(), MASK, "tokens")
     with pytest.raises(ConfigError, match="must be positive"):
         importance_weights(clean(), MASK, "token", upper=0.0)
+
+
+@pytest.mark.parametrize("kind", ["ppo_clip", "reinforce"])
+def test_bypass_loss_gives_rejected_tokens_no_weight(kind: str) -> None:
+    """Ratios 1/2, 1, 2 with bounds 2/3 and 3/2: only the middle token counts, over a denominator of three tokens."""
+    log_prob = torch.tensor([[-1.0, -1.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    old = (log_prob - torch.tensor([[0.5, 1.0, 2.0]], dtype=torch.float64).log()).detach()
+    config = {"policy_loss": {"bypass_loss_type": kind, "bypass_rs": "token", "bypass_rs_threshold": 1.5}}
+    advantages, mask = torch.full((1, 3), 6.0, dtype=torch.float64), torch.ones(1, 3)
+    loss, metrics = compute_policy_loss_bypass_mode(old, log_prob, advantages, mask, "token-mean", config)
+    loss.backward()
+    assert log_prob.grad is not None
+    # the gradient of -6 rho and of -6 log pi at ratio 1 is -6 in both
+    np.testing.assert_allclose(log_prob.grad.numpy(), [[0, -2, 0]], atol=1e-12)
+    assert float(metrics["rollout_corr/rollout_rs_masked_fraction"]) == pytest.approx(2 / 3)
+
+    config["policy_loss"] = {"bypass_loss_type": kind, "bypass_veto_threshold": 0.6}
+    loss, metrics = compute_policy_loss_bypass_mode(old, log_prob, advantages, mask, "token-mean", config)
+    assert loss.item() == 0
+    assert float(metrics["rollout_corr/rollout_rs_masked_fraction"]) == 1

@@ -83,7 +83,7 @@ def test_get_gives_a_default_for_keys_that_are_not_there():
     actor = ActorConfig(clip_ratio=0.3)
     assert actor.get("clip_ratio") == 0.3
     assert actor.get("my_loss_width", 1.05) == 1.05
-    assert actor.get("tau_pos") is None
+    assert actor.get("my_loss_width") is None
 
 
 def test_batch_info_is_on_the_copy_only():

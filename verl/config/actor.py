@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from verl.config.base import Config, MicroBatch, opt, section
 from verl.config.checkpoint import CheckpointConfig
-from verl.config.correction import IS_LEVELS, LOSS_TYPES
+from verl.config.correction import IS_LEVELS, LOSS_TYPES, RS_LEVELS
 from verl.config.fsdp import FSDPConfig
 from verl.config.model import ModelConfig
 from verl.config.optim import OptimConfig
@@ -34,6 +34,7 @@ LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "se
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
 KL_PENALTIES = _KL + tuple(f"{name}+" for name in _KL)
 ACTOR = "actor_rollout_ref.actor"
+CORRECTION = "algorithm.rollout_correction"
 
 
 def strategy_problems(strategy: str) -> Iterator[str]:
@@ -58,13 +59,49 @@ class PolicyLossConfig(Config):
         "ppo_clip",
         "bypass_mode: ppo_clip = clipped ratio to the rollout policy; reinforce = weighted policy gradient.",
         choices=LOSS_TYPES,
+        inherits=f"{CORRECTION}.loss_type",
     )
     bypass_is: str | None = opt(
-        None, "bypass_mode, reinforce: level of the importance weight; not given = no weight.", choices=IS_LEVELS
+        None,
+        "bypass_mode, reinforce: level of the importance weight; not given = no weight.",
+        choices=IS_LEVELS,
+        inherits=f"{CORRECTION}.rollout_is",
     )
-    bypass_is_threshold: float = opt(2.0, "bypass_mode, reinforce: largest importance weight.", gt=0)
+    bypass_is_threshold: float = opt(
+        2.0,
+        "bypass_mode, reinforce: largest importance weight.",
+        gt=0,
+        inherits=f"{CORRECTION}.rollout_is_threshold",
+    )
     bypass_is_threshold_lower: float | None = opt(
-        None, "bypass_mode, reinforce, icepop: smallest weight that is kept; not given = 1 / bypass_is_threshold.", gt=0
+        None,
+        "bypass_mode, reinforce, icepop: smallest weight that is kept; not given = 1 / bypass_is_threshold.",
+        gt=0,
+        inherits=f"{CORRECTION}.rollout_is_threshold_lower",
+    )
+    bypass_rs: str | None = opt(
+        None,
+        "bypass_mode: level of rejection; not given = no rejection.",
+        choices=RS_LEVELS,
+        inherits=f"{CORRECTION}.rollout_rs",
+    )
+    bypass_rs_threshold: float | None = opt(
+        None,
+        "bypass_mode: largest ratio that is not rejected; not given = bypass_is_threshold.",
+        gt=0,
+        inherits=f"{CORRECTION}.rollout_rs_threshold",
+    )
+    bypass_rs_threshold_lower: float | None = opt(
+        None,
+        "bypass_mode: smallest ratio that is not rejected; not given = 1 / bypass_rs_threshold.",
+        gt=0,
+        inherits=f"{CORRECTION}.rollout_rs_threshold_lower",
+    )
+    bypass_veto_threshold: float | None = opt(
+        None,
+        "bypass_mode: reject a response with a token whose ratio is below this; not given = no veto.",
+        gt=0,
+        inherits=f"{CORRECTION}.rollout_token_veto_threshold",
     )
 
     def problems(self) -> Iterator[str]:

@@ -49,7 +49,7 @@ class RolloutCorrectionConfig(Config):
     )
     loss_type: str = opt(
         "ppo_clip",
-        "With bypass_mode and loss_mode=bypass_mode: ppo_clip = clipped ratio to the rollout policy; reinforce = "
+        "With bypass_mode: ppo_clip = clipped ratio to the rollout policy; reinforce = "
         "weighted policy gradient without clipping.",
         choices=LOSS_TYPES,
     )
@@ -86,6 +86,11 @@ class RolloutCorrectionConfig(Config):
         """Whether anything but reporting is asked for."""
         return self.rollout_is is not None or self.rejects
 
+    @property
+    def clips(self) -> bool:
+        """Whether bypass mode keeps PPO's clipped ratio."""
+        return self.loss_type == "ppo_clip"
+
     def problems(self) -> Iterator[str]:
         if self.rollout_rs is not None and self.rs_lower >= self.rs_upper:
             yield (
@@ -109,6 +114,11 @@ class RolloutCorrectionConfig(Config):
                 f"rollout_is={self.rollout_is!r}: with bypass_mode=True and loss_type=ppo_clip the clipped ratio is "
                 "already that of the policy to the rollout, so weights would count it twice; leave rollout_is out or "
                 "use loss_type=reinforce"
+            )
+        if self.bypass_mode and self.rollout_is_batch_normalize:
+            yield (
+                "rollout_is_batch_normalize=True: with bypass_mode=True weights are known only within the update, "
+                "piece by piece; use bypass_mode=False, which knows them for the whole batch"
             )
         if not self.bypass_mode and self.loss_type != "ppo_clip":
             yield f"loss_type={self.loss_type!r}: is read only with bypass_mode=True"

@@ -64,7 +64,13 @@ class PPOConfig(Config):
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
 
     def derive(self) -> Iterator[str]:
-        """Turn micro-batch sizes over all ranks into sizes per rank; yield those that do not divide."""
+        """Turn micro-batch sizes over all ranks into sizes per rank; yield those that do not divide.
+
+        Bypass mode chooses its own policy loss where PPO's plain one would not do what is asked.
+        """
+        correction, loss = self.algorithm.rollout_correction, self.actor_rollout_ref.actor.policy_loss
+        if loss.loss_mode == "vanilla" and correction.bypass_mode and (correction.corrects or not correction.clips):
+            loss.loss_mode = "bypass_mode"
         return sizes_per_gpu(self, _OVER_ALL_RANKS, self.trainer.world_size)
 
     def problems(self) -> Iterator[str]:
@@ -146,6 +152,13 @@ class PPOConfig(Config):
             yield (
                 f"actor_rollout_ref.rollout.n=1: algorithm.adv_estimator={estimator!r} compares the samples of one "
                 "prompt, so it needs at least 2; 5 to 16 are usual"
+            )
+        correction, loss_mode = algorithm.rollout_correction, actor.policy_loss.loss_mode
+        if correction.bypass_mode and loss_mode != "bypass_mode" and (correction.corrects or not correction.clips):
+            yield (
+                f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode!r}: rejection, weights and "
+                "loss_type=reinforce with algorithm.rollout_correction.bypass_mode=True are the policy loss "
+                "bypass_mode's; leave loss_mode out"
             )
         if algorithm.filter_groups.enable and rollout.n == 1:
             yield (
