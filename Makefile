@@ -100,6 +100,10 @@ PYTEST = $(BIN)/python -m pytest -q $(if $(filter-out 0 1,$(TEST_PROCESSES)),-n 
 test: $(STAMPS)/dev ## all tests that CI runs
 	@$(PYTEST) $(TESTS)
 
+.PHONY: test-all
+test-all: $(STAMPS)/dev ## the same, with those that take minutes
+	@$(PYTEST) -m "" $(TESTS)
+
 .PHONY: test-fast
 test-fast: $(STAMPS)/dev ## unit tests only: no process groups, no whole training runs
 	@$(PYTEST) -m "not slow and not dist and not e2e" $(TESTS)
