@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: fewer full-length sequences at a time than this are worth a warning
+_FEW_ROWS = 8
+
 _DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -99,6 +102,8 @@ class HFRolloutEngine(RolloutEngine):
         self.module = build_module(config, self.dtype, self.device, trust_remote_code=model_config.trust_remote_code)
         self.weights = ModuleWeights(self.module, self.dtype, self.device)
         self.max_model_len: int | None = rollout_config.max_model_len or None
+        self._row_tokens = int(rollout_config.prompt_length) + int(rollout_config.response_length)
+        self._warned_of_memory = False
         self._memory_share = float(getattr(rollout_config, "gpu_memory_utilization", 0.5) or 0.5)
         self._bytes_per_token = _cache_bytes_per_token(text_config, self.dtype)
         directory = resolve_model_dir(model_config.path, use_shm=model_config.use_shm)
@@ -278,14 +283,32 @@ class HFRolloutEngine(RolloutEngine):
         return RolloutMemory(kv_cache=self.cache.nbytes(), owned_weights=owned, aliased_weights=aliased)
 
     def _cached_tokens_limit(self) -> int:
-        """Tokens whose keys and values fit into ``gpu_memory_utilization`` of the GPU, or of the free memory on CPU."""
+        """Tokens whose keys and values fit into ``gpu_memory_utilization`` of the free memory.
+
+        Training shares the device: what its weights and optimizer hold is not free, whatever the total is.
+        """
         if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
+            free, _ = torch.cuda.mem_get_info(self.device)
             free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            budget = total * self._memory_share - (total - free) + self.cache.nbytes()
+            ranks = 1
         else:  # the other ranks of this machine look at the same free memory
-            budget = (psutil.virtual_memory().available + self.cache.nbytes()) * self._memory_share / get_world_size()
-        return max(1, int(budget) // self._bytes_per_token)
+            free = psutil.virtual_memory().available
+            ranks = get_world_size()
+        budget = (free + self.cache.nbytes()) * self._memory_share / ranks
+        tokens = max(1, int(budget) // self._bytes_per_token)
+        if tokens < _FEW_ROWS * self._row_tokens and not self._warned_of_memory:
+            self._warned_of_memory = True
+            logger.warning(
+                "memory for the key-value cache holds %d tokens, %.1f sequences of %d: generation will be slow. "
+                "%.1f GiB are free, of which %.0f%% may be used (rollout.gpu_memory_utilization); param_offload and "
+                "optimizer_offload free memory while generating",
+                tokens,
+                tokens / self._row_tokens,
+                self._row_tokens,
+                free / 2**30,
+                100 * self._memory_share,
+            )
+        return tokens
 
     # -- weights
 
@@ -294,9 +317,8 @@ class HFRolloutEngine(RolloutEngine):
         self._require_idle("begin_update", WeightSyncError)
         if self._next_version is not None:
             raise WeightSyncError(f"the update to version {self._next_version} is still running; end it first")
-        if "weights" not in self._awake:
-            self.weights.restore()
-            self._awake.add("weights")
+        # no restore of released copies: the update overwrites every one of them
+        self._awake.add("weights")
         self.weights.begin()
         self._next_version = version
 
