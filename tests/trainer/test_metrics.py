@@ -95,6 +95,14 @@ def test_data_metrics_on_literal_numbers() -> None:
     assert compute_data_metrics(batch()) == pytest.approx(EXPECTED, abs=1e-6)
 
 
+def test_a_response_without_a_verdict_does_not_lower_the_score() -> None:
+    """An abstaining reward function empties the mask of a response that is there: it is not a score of 0."""
+    mask = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0]])
+    metrics = compute_data_metrics(batch(response_mask=mask))
+    assert [metrics[f"critic/score/{name}"] for name in ("mean", "max", "min")] == [2.0, 2.0, 2.0]
+    assert metrics["response/aborted_ratio"] == pytest.approx(1 / 3)
+
+
 def test_without_a_critic_there_are_no_value_metrics() -> None:
     metrics = compute_data_metrics(batch(), use_critic=False)
     assert {name for name in EXPECTED if name not in metrics} == {

@@ -1,8 +1,9 @@
 """Numbers about a step, from its batch and its clock.
 
 Pure functions: a :class:`~verl.protocol.DataProto` in, a flat ``{name: float}`` out. Everything is masked: what lies
-outside ``response_mask`` does not count. An empty (aborted) response has no score to speak of and is left out of the
-score and reward statistics; ``response/aborted_ratio`` counts it.
+outside ``response_mask`` does not count. A response without a token in it has no score to speak of and is left out of the
+score and reward statistics: an empty (aborted) one, which ``response/aborted_ratio`` counts, and one for which the reward
+function abstained, which ``reward/abstained`` counts.
 
 Every name has a sentence in :data:`GLOSSARY`.
 """
@@ -80,9 +81,11 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     present = response_length > 0
     metrics: dict[str, float] = {}
 
+    # Without a token in the mask there is no verdict: an empty response, or a reward function that abstained.
+    scored = mask.any(-1)
     for name, key in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
         if key in tensors:
-            metrics |= _stats(f"critic/{name}", _masked_row_sums(tensors[key], mask)[present])
+            metrics |= _stats(f"critic/{name}", _masked_row_sums(tensors[key], mask)[scored])
     for name in ("advantages", "returns"):
         if name in tensors:
             metrics |= _stats(f"critic/{name}", tensors[name][mask])
