@@ -1,0 +1,1 @@
+"""Run a program that nobody has vetted: within limits, without a network, with one folder of its own."""

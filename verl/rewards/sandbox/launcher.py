@@ -1,0 +1,106 @@
+"""The process that keeps programs in their place. One per sandbox; standard library only.
+
+Started with a JSON object on its first input line (``folder``, ``readable``, ``isolation``), it confines itself as far
+as the kernel lets it and answers with one line. After that each input line asks for one run, each output line is the
+answer; at the end of its input it ends, and with it everything that it started.
+
+With namespaces the processes are::
+
+    launcher ── keeper (own user namespace) ── supervisor (process 1 of its own process namespace) ── program
+
+and without, launcher and supervisor are one. The program itself has no capabilities, no sockets and an empty
+environment, whatever the means.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from verl.rewards.sandbox.spec import Isolation
+from verl.rewards.sandbox.supervisor import DEVICES, LINUX, Supervisor
+from verl.rewards.sandbox.users import other_user
+
+
+def _without_namespaces(isolation: Isolation, folder: str, readable: Sequence[str]) -> Supervisor:
+    user, only_real = None, False
+    if LINUX:
+        from verl.rewards.sandbox import kernel
+
+        if isolation is Isolation.LANDLOCK:
+            _try_landlock(folder, readable)
+        kernel.adopt_orphans()
+        kernel.hide_memory()
+        user, only_real = other_user([folder, *readable]) if os.geteuid() == 0 else (None, False)
+        if user is not None and not only_real:
+            os.chown(folder, user, user)
+    return Supervisor(isolation, folder, readable, user, own_processes=False, only_real=only_real)
+
+
+def _try_landlock(folder: str, readable: Sequence[str]) -> None:
+    """Find out, in a process that ends right away, whether the kernel allows what programs will be confined by."""
+    from verl.rewards.sandbox import kernel
+
+    read, write = os.pipe()
+    probe = os.fork()
+    if probe == 0:
+        try:
+            kernel.landlock(readable, [folder], DEVICES)
+            kernel.filter_system_calls()
+        except BaseException as error:  # noqa: BLE001  the launcher has to know, whatever it was
+            os.write(write, str(error).encode() or b"?")
+        os._exit(0)
+    os.close(write)
+    os.waitpid(probe, 0)
+    message = os.read(read, 65536).decode()
+    os.close(read)
+    if message:
+        raise OSError(message)
+
+
+def _enter(isolation: Isolation, folder: str, readable: Sequence[str]) -> Supervisor | None:
+    if isolation is Isolation.GUARD:
+        return _without_namespaces(isolation, folder, readable)
+    if not LINUX:
+        raise OSError(f"{sys.platform} has no {isolation}")
+    if isolation is Isolation.NAMESPACES:
+        from verl.rewards.sandbox.namespaces import enter_namespaces
+
+        return enter_namespaces(folder, readable)
+    return _without_namespaces(isolation, folder, readable)
+
+
+def main() -> None:
+    """Read the set-up, confine, and serve."""
+    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    for number in (0, 1):
+        os.set_inheritable(number, False)
+    setup = json.loads(source.readline())
+    reasons = {}
+    for name in setup["isolation"]:
+        try:
+            supervisor = _enter(Isolation(name), setup["folder"], setup["readable"])
+        except OSError as error:
+            reasons[name] = str(error)
+            continue
+        if supervisor is None:
+            return
+        _answer(sink, {"isolation": name, "reasons": reasons})
+        break
+    else:
+        _answer(sink, {"isolation": None, "reasons": reasons})
+        return
+    for line in source:
+        try:
+            reply: dict[str, Any] = {"result": vars(supervisor.run(json.loads(line)))}
+        except Exception:  # noqa: BLE001  the other side has to know, whatever it was
+            reply = {"failure": traceback.format_exc()}
+        _answer(sink, reply)
+
+
+def _answer(sink: Any, reply: dict[str, Any]) -> None:
+    sink.write(json.dumps(reply).encode() + b"\n")
