@@ -98,3 +98,21 @@ def test_bypass_mode_recomputes_nothing(run_training: RunTraining) -> None:
     assert "timing_s/old_log_prob" in data
     for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm"):
         assert data[name] == pytest.approx(normal[0]["data"][name], rel=1e-4, abs=1e-5)
+
+
+def test_bypass_mode_rejects_and_weights_within_the_loss(run_training: RunTraining) -> None:
+    bypass = [*LOCAL, *MISMATCH, f"{SECTION}.bypass_mode=True", "trainer.total_training_steps=1"]
+    plain, rejected, reinforce = (
+        run_training(*bypass, *more)[0]["data"]
+        for more in (
+            [],
+            [f"{SECTION}.rollout_token_veto_threshold=10"],
+            [f"{SECTION}.loss_type=reinforce", f"{SECTION}.rollout_is=token"],
+        )
+    )
+    assert plain["actor/grad_norm"] > 0
+    assert rejected["rollout_corr/rollout_rs_masked_fraction"] == 1
+    assert rejected["actor/grad_norm"] == 0
+    # the ratio is at least 0.8 in the first mini-batch and the weights are not truncated
+    assert 0.75 < reinforce["actor/bypass_is_weight"] < 1
+    assert undocumented(reinforce) == []

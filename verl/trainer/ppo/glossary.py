@@ -43,6 +43,11 @@ GLOSSARY: dict[str, str] = {
         "Share of response tokens whose advantage is negative and whose loss was bounded by clip_ratio_c."
     ),
     "actor/ppo_kl": "Mean of old minus new log-prob per response token: how far updates moved the policy, in nats.",
+    "actor/cov_selected": "clip_cov, kl_cov: share of response tokens chosen for their covariance.",
+    "actor/dppo_divergence": "dppo_tv, dppo_kl: mean divergence per response token that decides which are dropped.",
+    "actor/sapo_gate": "sapo: mean gradient weight of a response token relative to ratio 1.",
+    "actor/dro_penalty": "dro: mean quadratic penalty per response token.",
+    "actor/bypass_is_weight": "bypass_mode: mean bounded importance weight of a response token.",
     "actor/entropy": "Mean entropy of the policy's next-token distribution per response token, in nats.",
     "actor/kl_loss": "KL loss to the reference over the global mini-batch, before its coefficient.",
     "actor/kl_coef": "Coefficient of the KL loss.",
