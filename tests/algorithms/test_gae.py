@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.algorithms.batches import normal, poison, ragged_mask
-from verl.algorithms.gae import compute_gae_advantage_return
+from verl.algorithms.gae import compute_gae_advantage_return, length_adaptive_lambda
+from verl.errors import ConfigError
 
 
 def reference(
@@ -87,3 +88,35 @@ def test_sample_order_only_permutes_the_result(order: list[int]) -> None:
     shuffled = compute_gae_advantage_return(rewards[order], values[order], mask[order], 0.9, 0.9)
     for a, b in zip(straight, shuffled, strict=True):
         torch.testing.assert_close(a[order], b)
+
+
+def test_the_critic_may_have_a_lambda_of_its_own() -> None:
+    """VAPO: returns of lambda 1 are the rewards to come, whatever lambda the policy uses."""
+    rewards, values = torch.tensor([[0.0, 0.0, 8.0]]), torch.tensor([[1.0, 2.0, 4.0]])
+    mask = torch.ones(1, 3)
+    advantages, returns = compute_gae_advantage_return(rewards, values, mask, 1.0, 0.5, lam_critic=1.0)
+    assert returns.tolist() == [[8.0, 8.0, 8.0]]
+    # deltas 1, 2, 4; advantages 1 + .5 * (2 + .5 * 4) = 3, 4, 4
+    raw = np.array([3.0, 4.0, 4.0])
+    np.testing.assert_allclose(advantages[0], (raw - raw.mean()) / raw.std(ddof=1), rtol=1e-6)
+    plain, plain_returns = compute_gae_advantage_return(rewards, values, mask, 1.0, 0.5)
+    torch.testing.assert_close(plain, advantages)
+    assert plain_returns.tolist() == [[4.0, 6.0, 8.0]]
+
+
+def test_lambda_may_depend_on_the_length_of_the_response() -> None:
+    # alpha 0.5: four sampled tokens (one tool token between) have lambda 1 - 1/2, two tokens 1 - 1 = 0
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 0.0, 8.0], [0.0, 4.0, 0.0, 0.0, 0.0]])
+    values = torch.zeros(2, 5)
+    mask = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 0, 0, 0]])
+    advantages, returns = compute_gae_advantage_return(
+        rewards, values, mask, 1.0, 0.9, lam_critic=1.0, length_adaptive_alpha=0.5
+    )
+    raw = np.array([1.0, 2.0, 4.0, 8.0, 0.0, 4.0])
+    np.testing.assert_allclose(advantages[mask.bool()], (raw - raw.mean()) / raw.std(ddof=1), rtol=1e-6)
+    assert returns[mask.bool()].tolist() == [8.0, 8.0, 8.0, 8.0, 4.0, 4.0]
+    lam = length_adaptive_lambda(torch.ones(1, 100), 0.05)
+    assert lam.tolist() == pytest.approx([1 - 1 / 5])
+    assert length_adaptive_lambda(torch.ones(1, 10), 0.05).tolist() == [0.0]  # 1 - 2 would alternate signs
+    with pytest.raises(ConfigError, match="length_adaptive_alpha is 0"):
+        length_adaptive_lambda(mask, 0.0)

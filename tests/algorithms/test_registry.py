@@ -14,6 +14,8 @@ from verl.algorithms.registry import (
     fields_needed,
     get_adv_estimator_fn,
     get_policy_loss_fn,
+    loss_fields,
+    make_state,
     register_adv_est,
     register_policy_loss,
 )
@@ -109,3 +111,43 @@ def test_a_missing_field_is_named_with_a_remedy() -> None:
         call_estimator(
             get_adv_estimator_fn("gae"), {"token_level_rewards": ONE, "response_mask": ONE}, {"gamma": 1.0, "lam": 1.0}
         )
+
+
+def test_extra_parameters_of_a_loss_are_batch_fields() -> None:
+    def loss(
+        old: Tensor, new: Tensor, a: Tensor, m: Tensor, mode: str, config: Any, rollout_is_weights: Any, difficulty: Any
+    ) -> Any: ...
+
+    def short(old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, loss_agg_mode: Any, config: Any,
+              *, values: Any, hint: Any = None) -> Any: ...  # fmt: skip
+
+    assert loss_fields(loss) == ({"difficulty"}, frozenset())
+    assert loss_fields(short) == ({"values"}, {"hint"})
+    assert loss_fields(get_policy_loss_fn("vanilla")) == (frozenset(), frozenset())
+    assert loss_fields(get_policy_loss_fn("kl_cov")) == (frozenset(), {"selected_tokens"})
+
+
+def test_a_stateful_estimator_gets_the_state_of_the_run() -> None:
+    class Counter:
+        def __init__(self, start: int) -> None:
+            self.count = start
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.count = state["count"]
+
+    @register_adv_est("test_registry_stateful", state=lambda config: Counter(config["start"]))
+    def estimator(token_level_rewards: Tensor, state: Counter) -> tuple[Tensor, Tensor]:
+        state.count += 1
+        return token_level_rewards * state.count, token_level_rewards
+
+    state = make_state(estimator, {"start": 2})
+    fields = {"token_level_rewards": ONE}
+    assert fields_needed(estimator) == {"token_level_rewards"}
+    for factor in (3, 4):
+        advantages, _ = call_estimator(estimator, fields, {"start": 2}, state=state)
+        assert torch.equal(advantages, factor * ONE)
+    with pytest.raises(ConfigError, match="estimator estimator keeps a state"):
+        call_estimator(estimator, fields, {"start": 2})

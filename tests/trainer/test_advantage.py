@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.kl import AdaptiveKLController, FixedKLController
-from verl.algorithms.registry import register_adv_est
+from verl.algorithms.registry import get_adv_estimator_fn, make_state, register_adv_est, register_policy_loss
 from verl.errors import ConfigError, SchemaError
 from verl.protocol import DataProto
-from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, compute_response_mask
+from verl.trainer.ppo.advantage import (
+    apply_kl_penalty,
+    compute_advantage,
+    compute_pf_ppo_reweight_data,
+    compute_response_mask,
+    prepare_policy_loss,
+)
 
 NAN = float("nan")
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
@@ -118,3 +124,84 @@ def test_response_mask_is_the_end_of_the_attention_mask() -> None:
 def test_a_batch_without_tensors_is_refused() -> None:
     with pytest.raises(SchemaError, match="no tensors"):
         compute_response_mask(DataProto(non_tensor_batch={"uid": np.array(["a"], dtype=object)}))
+
+
+def spo_batch(*scores: float) -> DataProto:
+    return batch(
+        token_level_rewards=torch.tensor([[scores[0], 0.0, 0.0], [scores[1], NAN, NAN]]),
+        prompts=torch.tensor([[4, 5], [0, 6]]),
+        attention_mask=torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 0, 0]]),
+    )
+
+
+def test_a_stateful_estimator_keeps_its_state_between_steps() -> None:
+    config = SimpleNamespace(adv_estimator="spo")
+    state = make_state(get_adv_estimator_fn("spo"), config)
+    compute_advantage(spo_batch(1.0, 0.0), config, state=state)
+    assert state.state_dict()["step"] == 1
+    data = compute_advantage(spo_batch(0.0, 0.0), config, state=state)
+    # values 0.75 and 0.25 after the first step: the first response disappoints more
+    assert data.batch["advantages"][:, 0].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
+    with pytest.raises(ConfigError, match="make_state"):
+        compute_advantage(spo_batch(0.0, 0.0), config)
+
+
+def reweight_batch() -> DataProto:
+    n = 8
+    return DataProto.from_dict(
+        {
+            "response_mask": torch.ones(n, 1),
+            "token_level_scores": torch.arange(float(n))[:, None],
+            "token_level_rewards": torch.arange(float(n))[:, None],
+            "sample_index": torch.arange(n),
+        },
+        non_tensors={"uid": np.array(list("aaaabbbb"), dtype=object)},
+    )
+
+
+def test_pf_ppo_draws_rows_by_score_and_keeps_their_places() -> None:
+    data = compute_pf_ppo_reweight_data(reweight_batch(), "max_min", generator=torch.Generator().manual_seed(3))
+    scores = data.batch["token_level_scores"][:, 0].tolist()
+    assert set(scores) <= {0.0, 3.0, 4.0, 7.0}
+    assert scores == sorted(scores)
+    assert data.batch["sample_index"].tolist() == list(range(8))
+    assert list(data.non_tensor_batch["uid"]) == ["a" if s < 4 else "b" for s in scores]
+
+
+def test_pf_ppo_does_not_depend_on_the_arrangement_of_rows() -> None:
+    order = torch.tensor([6, 1, 7, 0, 3, 2, 5, 4])
+    straight = compute_pf_ppo_reweight_data(reweight_batch(), generator=torch.Generator().manual_seed(5))
+    shuffled = compute_pf_ppo_reweight_data(
+        reweight_batch().select_idxs(order), generator=torch.Generator().manual_seed(5)
+    )
+    assert torch.equal(shuffled.batch["sample_index"], order)
+    assert torch.equal(shuffled.batch["token_level_scores"], straight.batch["token_level_scores"][order])
+
+
+def test_pf_ppo_is_switched_on_by_the_configuration() -> None:
+    config = SimpleNamespace(
+        adv_estimator="grpo", use_pf_ppo=True, pf_ppo=SimpleNamespace(reweight_method="pow", weight_pow=8.0)
+    )
+    plain = compute_advantage(reweight_batch(), SimpleNamespace(adv_estimator="grpo"))
+    data = compute_advantage(reweight_batch(), config, generator=torch.Generator().manual_seed(0))
+    scores = data.batch["token_level_scores"][:, 0].long()
+    assert len(scores) == 8
+    assert scores.min() >= 3  # 2**8 of about 7**8 has no chance
+    assert torch.equal(data.batch["advantages"], plain.batch["advantages"][scores])
+    with pytest.raises(SchemaError, match="no token_level_scores"):
+        compute_pf_ppo_reweight_data(batch())
+
+
+def test_fields_for_the_policy_loss_are_made_from_the_whole_batch() -> None:
+    def prepare(fields: Any, actor: Any) -> dict[str, Tensor]:
+        return {"above": fields["advantages"] > actor.bar}
+
+    @register_policy_loss("test_advantage_above", prepare=prepare)
+    def above(*args: Any, above: Tensor) -> tuple[Tensor, dict[str, float]]:
+        return args[0].sum(), {}
+
+    actor = SimpleNamespace(policy_loss=SimpleNamespace(loss_mode="test_advantage_above"), bar=0.5)
+    data = prepare_policy_loss(batch(advantages=torch.tensor([[1.0, 0.0, 2.0], [0.4, 0.0, 0.0]])), actor)
+    assert data.batch["above"].tolist() == [[True, False, True], [False, False, False]]
+    plain = SimpleNamespace(policy_loss=SimpleNamespace(loss_mode="vanilla"))
+    assert "above" not in prepare_policy_loss(batch(advantages=torch.zeros(2, 3)), plain).batch

@@ -28,6 +28,16 @@ GROUP = ["token_level_rewards", "response_mask", "index", "epsilon"]
         ("compute_reinforce_plus_plus_baseline_outcome_advantage", [*GROUP, "config"]),
         ("compute_reinforce_plus_plus_outcome_advantage", ["token_level_rewards", "response_mask", "config"]),
         ("compute_gpg_outcome_advantage", [*GROUP, "f_norm", "alpha", "config"]),
+        ("compute_grpo_passk_outcome_advantage", [*GROUP, "norm_adv_by_std_in_grpo", "config"]),
+        (
+            "compute_gdpo_outcome_advantage",
+            [*GROUP, "norm_adv_by_std_in_grpo", "config", "non_tensor_batch", "batch"],
+        ),
+        (
+            "compute_remax_outcome_advantage",
+            ["token_level_rewards", "reward_baselines", "response_mask", "config"],
+        ),
+        ("compute_pf_ppo_reweight_data", ["data", "reweight_method", "weight_pow"]),
         ("compute_rewards", ["token_level_scores", "old_log_prob", "ref_log_prob", "kl_ratio"]),
         (
             "agg_loss",

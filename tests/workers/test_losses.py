@@ -320,3 +320,51 @@ def test_sft_loss_is_the_token_mean_over_the_loss_mask() -> None:
         assert MetricSet.merged(m for _, m in pieces)["train/loss"].value == pytest.approx(expected)
         sum(value for value, _ in pieces).backward()
         assert torch.isfinite(x.grad).all()
+
+
+def test_a_loss_gets_the_batch_fields_that_it_names() -> None:
+    @register_policy_loss("test_losses_extra")
+    def loss(
+        old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, loss_agg_mode: str,
+        config: Any, rollout_is_weights: Tensor | None = None, *, difficulty: Tensor, hint: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:  # fmt: skip
+        seen = {"hinted": float(hint is not None)}
+        return (log_prob * difficulty).sum(), seen
+
+    built = actor_loss(sealed_actor("test_losses_extra"))
+    assert "difficulty" in built.fields
+    assert built.optional_fields == {"rollout_is_weights", "hint"}
+    difficulty = normal(B, R, seed=8)
+    for extra, hinted in (({}, 0.0), ({"hint": torch.arange(B)}, 1.0)):
+        out, batch = outputs(), actor_batch(difficulty=difficulty)
+        batch.update(extra)
+        value, metrics = built(out, batch, info())
+        value.backward()
+        expected = (out["log_probs"].detach().nan_to_num() * difficulty * MASK).sum()
+        torch.testing.assert_close(value.detach(), expected)
+        assert torch.isfinite(out["log_probs"].grad).all()
+        assert metrics["hinted"].value == hinted
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_tokens_are_selected_from_the_whole_batch_before_it_is_split(name: str) -> None:
+    config = ActorConfig()
+    config.policy_loss.loss_mode = name
+    for key in ("clip_cov_ratio", "kl_cov_ratio"):
+        setattr(config.policy_loss, key, 0.3)
+    config.policy_loss.clip_cov_lb = 0.0
+    loss = actor_loss(seal(config))
+    batch = actor_batch()
+    prepared = loss.prepare(dict(batch.items()))
+    assert prepared["selected_tokens"].shape == (B, R)
+    assert not prepared["selected_tokens"][MASK == 0].any()
+    batch["selected_tokens"] = prepared["selected_tokens"]
+    whole_out, split_out = outputs(), outputs()
+    whole, whole_metrics = loss(whole_out, batch, info())
+    split, split_metrics = split_loss(loss, split_out, batch, [0, 1, 4, B], 2)
+    whole.backward()
+    split.backward()
+    torch.testing.assert_close(split, whole)
+    torch.testing.assert_close(split_out["log_probs"].grad, whole_out["log_probs"].grad)
+    assert split_metrics.values_by_name() == pytest.approx(whole_metrics.values_by_name())
+    assert split_metrics.values_by_name()["actor/cov_selected"] > 0

@@ -2,9 +2,15 @@
 
 Importing the package registers everything that is built in. One module per family:
 
-* :mod:`~verl.algorithms.gae`: GAE, with a critic
+* :mod:`~verl.algorithms.gae`: GAE, with a critic; VAPO's lambdas
 * :mod:`~verl.algorithms.group`: GRPO, RLOO, OPO, REINFORCE++ with group baseline
-* :mod:`~verl.algorithms.baseline`: REINFORCE++
+* :mod:`~verl.algorithms.best_of`: pass@k, MaxRL
+* :mod:`~verl.algorithms.gdpo`: GDPO, for rewards of several components
+* :mod:`~verl.algorithms.gigpo`: GiGPO, for agents; :mod:`~verl.algorithms.turns` finds the turns
+* :mod:`~verl.algorithms.token_baseline`: the optimal token baseline
+* :mod:`~verl.algorithms.spo`: SPO, which remembers a baseline for each prompt
+* :mod:`~verl.algorithms.baseline`: REINFORCE++, ReMax
+* :mod:`~verl.algorithms.reweight`: PF-PPO
 * :mod:`~verl.algorithms.gpg`: GPG, estimator and loss
 * :mod:`~verl.algorithms.policy_loss`: the clipped PPO loss
 * :mod:`~verl.algorithms.sequence_loss`: GSPO, GMPO
@@ -24,39 +30,53 @@ from __future__ import annotations
 from verl.algorithms import (
     aggregate,
     baseline,
+    best_of,
     bypass_loss,
     correction,
     covariance_loss,
     divergence_loss,
     entropy,
     gae,
+    gdpo,
+    gigpo,
     gpg,
     group,
     kl,
     policy_loss,
     registry,
+    reweight,
     sequence_loss,
     soft_loss,
+    spo,
     surrogate,
+    token_baseline,
+    turns,
     value_loss,
 )
 
 __all__ = [
     "aggregate",
     "baseline",
+    "best_of",
     "bypass_loss",
     "correction",
     "covariance_loss",
     "divergence_loss",
     "entropy",
     "gae",
+    "gdpo",
+    "gigpo",
     "gpg",
     "group",
     "kl",
     "policy_loss",
     "registry",
+    "reweight",
     "sequence_loss",
     "soft_loss",
+    "spo",
     "surrogate",
+    "token_baseline",
+    "turns",
     "value_loss",
 ]

@@ -72,15 +72,19 @@ class Groups:
         deviation = values - self.mean(values)[self.ids]
         return (self.sum(deviation.square()) / (self.size - 1).clamp(min=1)).sqrt()
 
+    def extreme(self, values: Tensor, reduction: str) -> Tensor:
+        """Smallest (``amin``) or largest (``amax``) of ``values`` ``(B,)`` in each group, ``(G,)``."""
+        start = torch.full_like(self.size, torch.inf if reduction == "amin" else -torch.inf)
+        return start.scatter_reduce_(0, self.ids, values, reduction)
+
     def lone(self) -> Tensor:
         """``(B,)`` bool: the sample is the only one of its group."""
         return (self.size == 1)[self.ids]
 
     def tied(self, values: Tensor) -> Tensor:
         """``(B,)`` bool: the sample's group has several samples, all with the same value."""
-        low = torch.full_like(self.size, torch.inf).scatter_reduce_(0, self.ids, values, "amin")
-        high = torch.full_like(self.size, -torch.inf).scatter_reduce_(0, self.ids, values, "amax")
-        return ((low == high) & (self.size > 1))[self.ids]
+        equal = self.extreme(values, "amin") == self.extreme(values, "amax")
+        return (equal & (self.size > 1))[self.ids]
 
 
 def sequence_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:

@@ -20,6 +20,12 @@ PPO_ALIASES: Mapping[str, str] = {
     "reward_model.overlong_buffer": "reward.reward_kwargs.overlong_buffer_cfg",
     "reward_model.num_workers": "reward.num_workers",
     "reward_model.model.fsdp_config": "reward_model.fsdp_config",
+    "reward_model.model.optim": "reward_model.optim",
+    "reward_model.model.ref_path": "reward_model.ref_path",
+    "reward_model.model.beta_train": "reward_model.beta",
+    "reward_model.model.update": "reward_model.update",
+    "algorithm.reward_dpo_coef": "algorithm.process_reward_coef",
+    "algorithm.reward_gt_coef": "algorithm.outcome_reward_coef",
     "reward_model.micro_batch_size_per_device": "reward_model.micro_batch_size_per_gpu",
     "reward_model.ulysses_sequence_parallel_size": "reward_model.fsdp_config.ulysses_sequence_parallel_size",
     "critic.model.fsdp_config": "critic.fsdp_config",
@@ -69,7 +75,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         **PPO_ALIASES,
         **{
             f"{role}.{other}": f"{role}.{ours}"
-            for role in ("actor_rollout_ref.actor", "critic")
+            for role in ("actor_rollout_ref.actor", "critic", "reward_model")
             for other, ours in OPTIM_ALIASES.items()
         },
     },
@@ -130,10 +136,6 @@ _MEGATRON = (
 _GENERATIVE_RM = (
     "is for a generative reward model behind a rollout engine, which is not in this version; use a "
     "sequence-classification model in reward_model.model.path, or a reward function that calls your own server"
-)
-_TRAIN_RM = (
-    "is for training the reward model (PRIME), which is not in this version; leave it out, the reward model stays as "
-    "it is"
 )
 _CHUNKS = (
     "chooses how log-probabilities and entropy are computed; here that is always piece by piece from hidden states, so "
@@ -233,17 +235,7 @@ UNSUPPORTED: Sequence[Unsupported] = (
         (None, False),
     ),
     # algorithms
-    Unsupported(
-        "algorithm.use_pf_ppo",
-        "is for reweighting samples (PF-PPO), which is not in this version; leave it out",
-        (False,),
-    ),
-    Unsupported(
-        "algorithm.pf_ppo.**", "is for reweighting samples (PF-PPO), which is not in this version; leave it out"
-    ),
     # rewards
-    Unsupported("reward_model.mini_batch_size", _TRAIN_RM),
-    Unsupported("reward_model.model.optim.**", _TRAIN_RM),
     Unsupported("reward_model.rollout.**", _GENERATIVE_RM),
     Unsupported("reward_model.enable_resource_pool", _GENERATIVE_RM, (False,)),
     Unsupported(

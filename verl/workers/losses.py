@@ -21,13 +21,14 @@ from torch import Tensor
 
 from verl.algorithms.aggregate import agg_loss, keep_masked, masked_mean
 from verl.algorithms.kl import check_kl_penalty, kl_penalty
+from verl.algorithms.prime import implicit_reward_loss
 from verl.algorithms.registry import MetricValue, PolicyLossFn, get_policy_loss_fn, loss_fields, prepare_loss_fields
 from verl.algorithms.value_loss import compute_value_loss
 from verl.errors import ConfigError
 from verl.utils.metrics import Metric, MetricSet
 
 if TYPE_CHECKING:
-    from verl.config import ActorConfig, CriticConfig
+    from verl.config import ActorConfig, CriticConfig, RewardModelConfig
     from verl.workers.engine.base import GlobalBatchInfo
 
 Batch: TypeAlias = TensorDict | Mapping[str, Tensor]
@@ -77,7 +78,8 @@ def _metric_set(
 
 def _harmless(values: Tensor, mask: Tensor) -> Tensor:
     """Token values with 0 outside the mask; anything that is not one value per token stays as it is."""
-    return keep_masked(values, mask) if values.shape == mask.shape else values
+    # A zero of the same type: whole numbers, such as token ids, must stay whole.
+    return torch.where(mask.bool(), values, values.new_zeros(())) if values.shape == mask.shape else values
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,38 @@ class CriticLoss:
 def critic_loss(config: CriticConfig) -> CriticLoss:
     """Build the critic's loss from the critic section."""
     return CriticLoss(config)
+
+
+@dataclass(frozen=True)
+class ImplicitRewardLoss:
+    """Cross-entropy of outcomes under summed implicit rewards; build it with :func:`implicit_reward_model_loss`."""
+
+    beta: float
+    want: frozenset[str] = frozenset({"log_probs"})
+    fields: frozenset[str] = frozenset({"response_mask", "rm_ref_log_prob", "outcomes"})
+    optional_fields: frozenset[str] = frozenset()
+
+    def __call__(self, outputs: Mapping[str, Tensor], batch: Batch, info: GlobalBatchInfo) -> tuple[Tensor, MetricSet]:
+        """Loss of a micro-batch, a mean over responses."""
+        mask = batch["response_mask"]
+        loss, accuracy = implicit_reward_loss(
+            outputs["log_probs"],
+            batch["rm_ref_log_prob"],
+            mask,
+            batch["outcomes"],
+            self.beta,
+            dp_size=info.dp_size,
+            global_batch_size=info.global_batch_size,
+        )
+        metrics = _metric_set(mask, info, losses={"reward_model/loss": loss}, means={})
+        rows = float(mask.bool().any(-1).sum())
+        metrics["reward_model/accuracy"] = Metric("mean", float(accuracy) * rows, rows)
+        return loss, metrics
+
+
+def implicit_reward_model_loss(config: RewardModelConfig) -> ImplicitRewardLoss:
+    """Build the loss of an implicit process reward model from the reward model's section."""
+    return ImplicitRewardLoss(config.beta)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,21 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from verl.algorithms.aggregate import keep_masked, masked_mean
+from verl.algorithms.group import sequence_scores
 from verl.algorithms.kl import KLController
 from verl.algorithms.kl import kl_penalty as kl_estimate
-from verl.algorithms.registry import call_estimator, get_adv_estimator_fn
+from verl.algorithms.registry import (
+    EstimatorState,
+    call_estimator,
+    get_adv_estimator_fn,
+    get_policy_loss_fn,
+    prepare_loss_fields,
+)
+from verl.algorithms.reweight import draw, pf_ppo_weights
 from verl.algorithms.settings import setting
 from verl.errors import SchemaError
 from verl.protocol import DataProto
@@ -63,25 +72,35 @@ def apply_kl_penalty(
 
 
 def compute_advantage(
-    data: DataProto, config: Any = None, *, adv_estimator: str | Enum | None = None, **settings: Any
+    data: DataProto,
+    config: Any = None,
+    *,
+    adv_estimator: str | Enum | None = None,
+    state: EstimatorState | None = None,
+    generator: torch.Generator | None = None,
+    **settings: Any,
 ) -> DataProto:
     """Add ``advantages`` and ``returns``, both ``(B, R)`` float32, from the configured estimator.
+
+    With ``config.use_pf_ppo`` the rows are drawn anew afterwards, see :func:`compute_pf_ppo_reweight_data`.
 
     Args:
         data: the batch, with all fields that the estimator's parameters name.
         config: the ``algorithm`` section.
         adv_estimator: the estimator; default ``config.adv_estimator``.
+        state: what a stateful estimator keeps between steps, from :func:`verl.algorithms.registry.make_state`.
+        generator: source of randomness of PF-PPO.
         settings: hyper-parameters such as ``gamma`` that go before those in ``config``.
 
     Raises:
-        ConfigError: unknown estimator.
+        ConfigError: unknown estimator, or a stateful one without ``state``.
         SchemaError: the batch lacks a field, or the estimator returned something of another shape.
     """
     fn = get_adv_estimator_fn(adv_estimator if adv_estimator is not None else setting(config, "adv_estimator", "gae"))
     batch = tensors_of(data)
     fields: dict[str, Any] = {**data.non_tensor_batch, **dict(batch.items())}
     whole = {"batch": batch, "non_tensor_batch": data.non_tensor_batch}
-    advantages, returns = call_estimator(fn, fields, config, settings=settings, whole=whole)
+    advantages, returns = call_estimator(fn, fields, config, settings=settings, whole=whole, state=state)
     shape = batch["response_mask"].shape
     for name, value in (("advantages", advantages), ("returns", returns)):
         if value.shape != shape:
@@ -90,4 +109,73 @@ def compute_advantage(
                 f"have the shape of response_mask, {tuple(shape)}"
             )
         batch[name] = value.float()
+    if setting(config, "use_pf_ppo", False):
+        pf_ppo = setting(config, "pf_ppo", None)
+        return compute_pf_ppo_reweight_data(
+            data,
+            setting(pf_ppo, "reweight_method", "pow"),
+            setting(pf_ppo, "weight_pow", 2.0),
+            generator=generator,
+        )
+    return data
+
+
+def compute_pf_ppo_reweight_data(
+    data: DataProto,
+    reweight_method: str = "pow",
+    weight_pow: float = 2.0,
+    *,
+    generator: torch.Generator | None = None,
+) -> DataProto:
+    """Draw as many rows as there are, with replacement and by their scores (PF-PPO, arXiv:2409.06957).
+
+    The n-th draw takes the place of the row with the n-th ``sample_index`` and keeps that index, so that the result
+    does not depend on how the rows are arranged.
+
+    Args:
+        data: has ``token_level_scores`` (or ``token_level_rewards``) and ``response_mask``, and ``uid`` for the methods
+            that compare the samples of a prompt.
+        reweight_method: ``pow``, ``max_min`` or ``max_random``; see :func:`verl.algorithms.reweight.pf_ppo_weights`.
+        weight_pow: the power of ``pow``.
+        generator: source of randomness; by default one with seed 0.
+
+    Raises:
+        ConfigError: unknown method.
+        SchemaError: there are no scores.
+    """
+    batch = tensors_of(data)
+    name = next((n for n in ("token_level_scores", "token_level_rewards") if n in batch), None)
+    if name is None:
+        raise SchemaError("PF-PPO draws samples by their scores, but the batch has no token_level_scores")
+    places = torch.argsort(batch["sample_index"], stable=True) if "sample_index" in batch else torch.arange(len(data))
+    places = places.cpu()
+    uid = data.non_tensor_batch.get("uid")
+    weights = pf_ppo_weights(
+        sequence_scores(batch[name], batch["response_mask"])[places],
+        None if uid is None else uid[places.numpy()],
+        reweight_method=reweight_method,
+        weight_pow=weight_pow,
+    )
+    rows = torch.empty_like(places)
+    rows[places] = places[draw(weights, generator)]
+    drawn = data.select_idxs(rows)
+    if "sample_index" in batch:
+        tensors_of(drawn)["sample_index"] = batch["sample_index"].clone()
+    return drawn
+
+
+def prepare_policy_loss(data: DataProto, actor: Any) -> DataProto:
+    """Add the fields that the policy loss wants made from the whole batch; for most losses there are none.
+
+    Called once per step, when advantages and old log-probs are there and before the batch is split.
+
+    Args:
+        data: the step's batch.
+        actor: the actor section.
+    """
+    fn = get_policy_loss_fn(setting(setting(actor, "policy_loss", None), "loss_mode", "vanilla"))
+    batch = tensors_of(data)
+    fields: dict[str, Any] = {**data.non_tensor_batch, **dict(batch.items())}
+    for name, value in prepare_loss_fields(fn, fields, actor).items():
+        batch[name] = value
     return data

@@ -8,12 +8,18 @@ from __future__ import annotations
 from enum import StrEnum
 
 from verl.algorithms.aggregate import agg_loss
-from verl.algorithms.baseline import compute_reinforce_plus_plus_outcome_advantage
+from verl.algorithms.baseline import (
+    compute_reinforce_plus_plus_outcome_advantage,
+    compute_remax_outcome_advantage,
+)
+from verl.algorithms.best_of import compute_grpo_passk_outcome_advantage, compute_maxrl_outcome_advantage
 from verl.algorithms.bypass_loss import compute_policy_loss_bypass_mode
 from verl.algorithms.covariance_loss import compute_policy_loss_clip_cov, compute_policy_loss_kl_cov
 from verl.algorithms.divergence_loss import compute_policy_loss_dppo_kl, compute_policy_loss_dppo_tv
 from verl.algorithms.entropy import compute_entropy_loss
 from verl.algorithms.gae import compute_gae_advantage_return
+from verl.algorithms.gdpo import compute_gdpo_outcome_advantage
+from verl.algorithms.gigpo import compute_gigpo_outcome_advantage
 from verl.algorithms.gpg import compute_gpg_outcome_advantage, compute_policy_loss_gpg
 from verl.algorithms.group import (
     compute_grpo_outcome_advantage,
@@ -41,7 +47,13 @@ from verl.algorithms.sequence_loss import (
     compute_policy_loss_gspo_token,
 )
 from verl.algorithms.soft_loss import compute_policy_loss_cispo, compute_policy_loss_dro, compute_policy_loss_sapo
+from verl.algorithms.spo import compute_spo_outcome_advantage
+from verl.algorithms.token_baseline import (
+    compute_multi_turn_optimal_token_baseline_advantage,
+    compute_optimal_token_baseline_advantage,
+)
 from verl.algorithms.value_loss import compute_value_loss
+from verl.trainer.ppo.advantage import compute_pf_ppo_reweight_data
 
 # Group estimators are vectorised throughout; the second name exists for scripts that ask for that variant.
 compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
@@ -54,12 +66,20 @@ class AdvantageEstimator(StrEnum):
     GAE = "gae"
     GRPO = "grpo"
     GRPO_VECTORIZED = "grpo_vectorized"
+    GRPO_PASSK = "grpo_passk"
+    GDPO = "gdpo"
     RLOO = "rloo"
     RLOO_VECTORIZED = "rloo_vectorized"
     OPO = "opo"
+    GPG = "gpg"
     REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
     REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
-    GPG = "gpg"
+    REMAX = "remax"
+    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
+    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"
+    MAXRL = "maxrl"
+    SPO = "spo"
+    GIGPO = "gigpo"
 
 
 __all__ = [
@@ -69,10 +89,17 @@ __all__ = [
     "agg_loss",
     "compute_entropy_loss",
     "compute_gae_advantage_return",
+    "compute_gdpo_outcome_advantage",
+    "compute_gigpo_outcome_advantage",
     "compute_gpg_outcome_advantage",
     "compute_grpo_outcome_advantage",
+    "compute_grpo_passk_outcome_advantage",
     "compute_grpo_vectorized_outcome_advantage",
+    "compute_maxrl_outcome_advantage",
+    "compute_multi_turn_optimal_token_baseline_advantage",
     "compute_opo_outcome_advantage",
+    "compute_optimal_token_baseline_advantage",
+    "compute_pf_ppo_reweight_data",
     "compute_policy_loss",
     "compute_policy_loss_bypass_mode",
     "compute_policy_loss_cispo",
@@ -89,9 +116,11 @@ __all__ = [
     "compute_policy_loss_vanilla",
     "compute_reinforce_plus_plus_baseline_outcome_advantage",
     "compute_reinforce_plus_plus_outcome_advantage",
+    "compute_remax_outcome_advantage",
     "compute_rewards",
     "compute_rloo_outcome_advantage",
     "compute_rloo_vectorized_outcome_advantage",
+    "compute_spo_outcome_advantage",
     "compute_value_loss",
     "get_adv_estimator_fn",
     "get_kl_controller",
