@@ -125,6 +125,9 @@ _TABLE = (
     ),
     Field("ref_log_prob", _RESPONSE, FLOAT, "ref", "KL in reward or loss", "Log-probabilities of the reference model."),
     Field("values", _RESPONSE, FLOAT, "critic", "GAE, value loss, metrics", "Value before each response token."),
+    Field("rm_ref_log_prob", _RESPONSE, FLOAT, "process reward", "process reward", "Reference of the reward model."),
+    Field("outcomes", _ROW, FLOAT, "reward", "process reward", "Whether a response is right, 0 to 1."),
+    Field("process_rewards", _RESPONSE, FLOAT, "process reward", "PRIME", "Reward of each token."),
     Field("reward_baselines", _ROW, FLOAT, "source", "ReMax", "Reward of the greedy response to the same prompt."),
     Field(
         "rollout_is_weights",

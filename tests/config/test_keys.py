@@ -96,7 +96,9 @@ def test_suggestions():
     assert nearest("actor_rollout_ref.actor.kl_los_coef", keys) == ["actor_rollout_ref.actor.kl_loss_coef"]
     assert nearest("trainer.total_epoch", keys) == ["trainer.total_epochs"]
     assert nearest("algorithm.kl_ctrl.kl_coeff", keys) == ["algorithm.kl_ctrl.kl_coef"]
-    assert nearest("optim.lr", keys) == ["actor_rollout_ref.actor.optim.lr", "critic.optim.lr"]
+    assert nearest("optim.lr", keys) == [
+        f"{role}.optim.lr" for role in ("actor_rollout_ref.actor", "critic", "reward_model")
+    ]
     assert nearest("something.entirely.different", keys) == []
 
 

@@ -10,6 +10,7 @@ Importing the package registers everything that is built in. One module per fami
 * :mod:`~verl.algorithms.token_baseline`: the optimal token baseline
 * :mod:`~verl.algorithms.spo`: SPO, which remembers a baseline for each prompt
 * :mod:`~verl.algorithms.baseline`: REINFORCE++, ReMax
+* :mod:`~verl.algorithms.prime`: PRIME, estimator and reward model's loss
 * :mod:`~verl.algorithms.reweight`: PF-PPO
 * :mod:`~verl.algorithms.gpg`: GPG, estimator and loss
 * :mod:`~verl.algorithms.policy_loss`: the clipped PPO loss
@@ -43,6 +44,7 @@ from verl.algorithms import (
     group,
     kl,
     policy_loss,
+    prime,
     registry,
     reweight,
     sequence_loss,
@@ -70,6 +72,7 @@ __all__ = [
     "group",
     "kl",
     "policy_loss",
+    "prime",
     "registry",
     "reweight",
     "sequence_loss",

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.actor import ActorConfig, ActorRolloutRefConfig
-from verl.config.algorithm import ADV_ESTIMATORS, NEEDS_GROUPS, NEEDS_VALUES, POLICY_LOSSES, AlgorithmConfig
+from verl.config.algorithm import (
+    ADV_ESTIMATORS,
+    NEEDS_GROUPS,
+    NEEDS_PROCESS_REWARDS,
+    NEEDS_VALUES,
+    POLICY_LOSSES,
+    AlgorithmConfig,
+)
 from verl.config.base import Config, opt, section, suggestion
 from verl.config.batching import batch_problems, sizes_per_gpu, token_problems
 from verl.config.critic import CriticConfig
@@ -97,6 +104,8 @@ class PPOConfig(Config):
         for where, model in models:
             bad.append(missing_model(f"{where}.path", model.path))
             bad.append(missing_model(f"{where}.tokenizer_path", model.tokenizer_path, needs_config=False))
+        if self.reward_model.implicit:
+            bad.append(missing_model("reward_model.ref_path", self.reward_model.ref_path))
         for key, path in (
             ("reward.custom_reward_function.path", self.reward.custom_reward_function.path),
             ("data.custom_cls.path", self.data.custom_cls.path),
@@ -114,7 +123,7 @@ class PPOConfig(Config):
             yield f"data.val_files=[]: {why} needs validation data, data.val_files=test.parquet or a list of files"
         if not self.actor_rollout_ref.model.path:
             yield "actor_rollout_ref.model.path=None: give the model to train, a directory or a Hugging Face id"
-        if self.reward_model.enable and not data.return_raw_chat:
+        if self.reward_model.enable and not self.reward_model.implicit and not data.return_raw_chat:
             yield (
                 "data.return_raw_chat=False: the reward model applies its own chat template, so it needs the chat "
                 "messages; use data.return_raw_chat=True"
@@ -142,6 +151,16 @@ class PPOConfig(Config):
             yield (
                 f"critic.enable=True: algorithm.adv_estimator={estimator!r} uses no values, so the critic would train "
                 "for nothing; leave critic.enable out"
+            )
+        if estimator in NEEDS_PROCESS_REWARDS and not self.reward_model.implicit:
+            yield (
+                f"algorithm.adv_estimator={estimator!r}: needs rewards of tokens; give reward_model.enable=True, "
+                "reward_model.kind=implicit and reward_model.model.path"
+            )
+        if self.reward_model.implicit and estimator in ADV_ESTIMATORS and estimator not in NEEDS_PROCESS_REWARDS:
+            yield (
+                f"reward_model.kind='implicit': algorithm.adv_estimator={estimator!r} uses no rewards of tokens, so "
+                "the model would train for nothing; use prime"
             )
         if self.trainer.critic_warmup > 0 and not self.use_critic:
             yield (
@@ -199,6 +218,17 @@ class PPOConfig(Config):
         trained: list[tuple[str, ActorConfig | CriticConfig]] = [("actor_rollout_ref.actor", arr.actor)]
         if self.use_critic:
             trained.append(("critic", critic))
+        if self.reward_model.implicit:
+            yield from batch_problems(
+                "reward_model.mini_batch_size",
+                self.reward_model.mini_batch_size,
+                "reward_model.micro_batch_size_per_gpu",
+                self.reward_model.micro_batch().size,
+                total_key="data.train_batch_size",
+                total=data.train_batch_size,
+                samples=arr.rollout.n,
+                world=world,
+            )
         reported: set[str] = set()
         for where, role in trained:
             found = batch_problems(

@@ -8,9 +8,13 @@ from typing import Any
 
 from verl.config.actor import ACTOR, strategy_problems
 from verl.config.base import Config, MicroBatch, opt, section
+from verl.config.checkpoint import CheckpointConfig
 from verl.config.fsdp import FSDPConfig
 from verl.config.model import ModelConfig
+from verl.config.optim import OptimConfig
 
+KINDS = ("classifier", "implicit")
+UPDATES = ("before", "after", "none")
 CONSEQUENCES = ("stop", "penalise", "drop_sample", "drop_group")
 SPELLINGS = {"fail": "stop", "score": "penalise", "penalize": "penalise", "abstain": "drop_sample"}
 
@@ -80,9 +84,15 @@ class RewardConfig(Config):
 
 @dataclass
 class RewardModelConfig(Config):
-    """A sequence-classification model that scores responses."""
+    """A model that scores responses, or the tokens of responses."""
 
     enable: bool = opt(False, "Score responses with a model.")
+    kind: str = opt(
+        "classifier",
+        "classifier = a frozen sequence-classification model scores responses in place of the reward function; "
+        "implicit = a language model learns the outcomes and rewards tokens, for adv_estimator=prime.",
+        choices=KINDS,
+    )
     strategy: str = opt("fsdp", "Engine of the reward model.", inherits=f"{ACTOR}.strategy")
     model: ModelConfig = section(ModelConfig, "The reward model; its own chat template is applied.")
     fsdp_config: FSDPConfig = section(FSDPConfig, "Sharding, offload and numeric types of the reward model.")
@@ -103,12 +113,38 @@ class RewardModelConfig(Config):
         None, "Largest conversation given to the model, in its tokens; not given = prompt plus response length.", ge=1
     )
 
+    ref_path: str | None = opt(
+        None, "implicit: model whose log-probabilities the rewards are relative to; not given = model.path."
+    )
+    beta: float = opt(0.05, "implicit: scale of the token rewards.", gt=0)
+    update: str = opt(
+        "before",
+        "implicit: learn a batch's outcomes before rewarding its tokens, after it, or not at all.",
+        choices=UPDATES,
+    )
+    mini_batch_size: int = opt(
+        256,
+        "implicit: prompts per optimizer step, over all ranks (times rollout.n samples).",
+        ge=1,
+        inherits=f"{ACTOR}.ppo_mini_batch_size",
+    )
+    optim: OptimConfig = section(OptimConfig, "implicit: optimizer of the model.")
+    checkpoint: CheckpointConfig = section(
+        CheckpointConfig, "implicit: contents of the model's checkpoint.", inherits=f"{ACTOR}.checkpoint"
+    )
+
+    @property
+    def implicit(self) -> bool:
+        """Whether the model rewards tokens and learns."""
+        return self.enable and self.kind == "implicit"
+
     def problems(self) -> Iterator[str]:
         if not self.enable:
             return
         yield from strategy_problems(self.strategy)
         if not self.model.path:
-            yield "model.path=None: reward_model.enable=True needs a sequence-classification model, a directory or id"
+            wanted = "causal language" if self.implicit else "sequence-classification"
+            yield f"model.path=None: reward_model.enable=True needs a {wanted} model, a directory or id"
 
     def micro_batch(self) -> MicroBatch:
         """Return how a rank's batch is split."""

@@ -96,6 +96,7 @@ class TaskRunner:
             actor_rollout=groups.actor_rollout,
             ref=groups.ref,
             critic=groups.critic,
+            process_reward=groups.process_reward,
             source=self.build_source(train_loader, groups.actor_rollout, scorer),
             validator=validator,
             tracker=tracker,

@@ -6,7 +6,7 @@ from verl.config import CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig
 from verl.workers import roles
 from verl.workers.engine.fsdp import FSDPEngine
 
-__all__ = ["ActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"]
+__all__ = ["ActorRolloutRefWorker", "CriticWorker", "ImplicitRewardWorker", "RewardModelWorker"]
 
 
 class _OnFSDP(roles.RoleWorker):
@@ -36,3 +36,7 @@ class CriticWorker(_OnFSDP, roles.CriticWorker):
 
 class RewardModelWorker(_OnFSDP, roles.RewardModelWorker):
     """Reward model on FSDP2."""
+
+
+class ImplicitRewardWorker(_OnFSDP, roles.ImplicitRewardWorker):
+    """Implicit process reward model on FSDP2."""

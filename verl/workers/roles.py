@@ -12,6 +12,7 @@ import logging
 import resource
 import time
 from abc import abstractmethod
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ import torch
 import transformers
 from tensordict import TensorDict
 
+from verl.algorithms.prime import implicit_rewards
 from verl.config import (
     ActorConfig,
     ActorRolloutRefConfig,
@@ -41,7 +43,7 @@ from verl.utils.metrics import MetricSet, mmax, mmean
 from verl.utils.seeding import derive_seed, set_seed
 from verl.utils.tokenizer import load_tokenizer
 from verl.workers.engine.base import MicroBatching, TrainEngine
-from verl.workers.losses import actor_loss, critic_loss
+from verl.workers.losses import actor_loss, critic_loss, implicit_reward_model_loss
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.batch import batch_from_completions, requests_from_batch
 from verl.workers.sharding_manager import WeightSync
@@ -443,3 +445,78 @@ class RewardModelWorker(RoleWorker):
             },
             batch_size=[len(rows)],
         )
+
+
+class ImplicitRewardWorker(RoleWorker):
+    """A language model whose log-ratio to its frozen reference is a reward for every token, learnt from outcomes.
+
+    It reads the policy's tokens, so it must have the policy's vocabulary.
+
+    Args:
+        config: the ``reward_model`` section.
+        rollout_n: samples per prompt, because ``mini_batch_size`` counts prompts.
+    """
+
+    def __init__(self, config: RewardModelConfig, rollout_n: int = 1, **runtime: Any) -> None:
+        super().__init__(external_lib=config.model.external_lib, **runtime)
+        self.config = config
+        self.rollout_n = rollout_n
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the model and its reference and build the engines. Collective."""
+        config = self.config
+        reference = replace(config.model, path=config.ref_path or config.model.path)
+        self.ref = self.make_engine(reference, config.fsdp_config, None, head="lm")
+        self.ref.build()
+        self.engine = self.make_engine(
+            config.model, config.fsdp_config, config.optim, head="lm", checkpoint=config.checkpoint
+        )
+        self.engine.build()
+        self.join_mesh("reward_model", self.engine)
+        self.loss = implicit_reward_model_loss(config)
+
+    def _log_probs(self, engine: TrainEngine, batch: TensorDict) -> torch.Tensor:
+        with engine.resident(optimizer=False):
+            out = engine.forward(batch, POLICY, micro=MicroBatching(*self.config.micro_batch()))
+        return out["log_probs"].cpu()
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward_model"))
+    def compute_rm_ref_log_prob(self, data: DataProto) -> DataProto:
+        """``rm_ref_log_prob`` (B,R) of the frozen reference, without gradients."""
+        return DataProto.from_dict({"rm_ref_log_prob": self._log_probs(self.ref, data.batch)})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward_model"))
+    def compute_process_rewards(self, data: DataProto) -> DataProto:
+        """``process_rewards`` (B,R) of the model as it is now; reads ``rm_ref_log_prob``."""
+        batch = data.batch
+        rewards = implicit_rewards(
+            self._log_probs(self.engine, batch), batch["rm_ref_log_prob"], batch["response_mask"], self.config.beta
+        )
+        return DataProto.from_dict({"process_rewards": rewards})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward_model"), auto_padding=False)
+    def update_reward_model(self, data: DataProto) -> MetricSet:
+        """Learn the ``outcomes`` (B,) of this worker's rows."""
+        config = self.config
+        rows = config.mini_batch_size * self.rollout_n // self.engine.layout.dp_size
+        with self.engine.resident(optimizer=True):
+            return self.run_update(
+                self.engine,
+                data.batch,
+                prefix="reward_model",
+                loss=self.loss,
+                mini_batch_size=rows,
+                epochs=1,
+                micro=MicroBatching(*config.micro_batch()),
+            )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str) -> None:
+        """Write the model's checkpoint into directory ``path``. Collective."""
+        self.engine.save(Path(path), frozenset(self.config.checkpoint.save_contents))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """Restore the model from directory ``path``. Collective."""
+        self.engine.load(Path(path), frozenset(self.config.checkpoint.load_contents))

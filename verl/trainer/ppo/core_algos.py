@@ -35,6 +35,7 @@ from verl.algorithms.kl import (
     kl_penalty,
 )
 from verl.algorithms.policy_loss import compute_policy_loss, compute_policy_loss_vanilla
+from verl.algorithms.prime import compute_prime_advantage
 from verl.algorithms.registry import (
     get_adv_estimator_fn,
     get_policy_loss_fn,
@@ -80,6 +81,7 @@ class AdvantageEstimator(StrEnum):
     MAXRL = "maxrl"
     SPO = "spo"
     GIGPO = "gigpo"
+    PRIME = "prime"
 
 
 __all__ = [
@@ -114,6 +116,7 @@ __all__ = [
     "compute_policy_loss_kl_cov",
     "compute_policy_loss_sapo",
     "compute_policy_loss_vanilla",
+    "compute_prime_advantage",
     "compute_reinforce_plus_plus_baseline_outcome_advantage",
     "compute_reinforce_plus_plus_outcome_advantage",
     "compute_remax_outcome_advantage",

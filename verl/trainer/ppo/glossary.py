@@ -34,9 +34,11 @@ GLOSSARY: dict[str, str] = {
     "critic/vf_loss": "Clipped value loss over the global mini-batch, averaged over the step's mini-batches.",
     "critic/vf_clipfrac": "Share of response tokens for which the clipped value error was the larger one.",
     "critic/vpred_mean": "Mean value prediction per response token during the update.",
-    "{actor|critic|train}/grad_norm": "Norm of the gradient before clipping, over all parameters.",
-    "{actor|critic|train}/lr": "Learning rate.",
-    "{actor|critic|train}/skipped_steps": "Share of a step's updates skipped because of a gradient that is not finite.",
+    "{actor|critic|reward_model|train}/grad_norm": "Norm of the gradient before clipping, over all parameters.",
+    "{actor|critic|reward_model|train}/lr": "Learning rate.",
+    "{actor|critic|reward_model|train}/skipped_steps": (
+        "Share of a step's updates skipped because of a gradient that is not finite."
+    ),
     "actor/pg_loss": "Policy loss over the global mini-batch, averaged over the step's mini-batches.",
     "actor/pg_clipfrac": "Share of response tokens for which the clipped ratio gave the larger loss.",
     "actor/pg_clipfrac_lower": (
@@ -59,6 +61,9 @@ GLOSSARY: dict[str, str] = {
     "reward/{errors|timeouts}": "Samples whose reward function raised, returned no finite number, or ran out of time.",
     "reward/abstained": "Samples without a score, which take no part in the update.",
     "reward/empty_responses": "Responses without a token that a score could be placed on.",
+    # process reward model
+    "reward_model/loss": "Cross-entropy of outcomes under the process reward model, mean over responses.",
+    "reward_model/accuracy": "Share of responses whose summed process reward has the sign that the outcome says.",
     # dynamic sampling
     "filter_groups/num_gen_batches": "Generation batches that the step's training batch took.",
     "filter_groups/informative_fraction": "Share of the groups generated in this step whose samples differ in outcome.",

@@ -22,6 +22,7 @@ class WorkerGroups:
     ref: WorkerGroup | None
     critic: WorkerGroup | None
     reward_model: WorkerGroup | None
+    process_reward: WorkerGroup | None
 
     def shutdown(self) -> None:
         """End the processes."""
@@ -51,7 +52,12 @@ def role_classes(config: PPOConfig, device: str, total_steps: int, wrap: Any) ->
     Args:
         wrap: makes the controller's class-with-arguments from a class: ``wrap(cls, *args, **kwargs)``.
     """
-    from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
+    from verl.workers.fsdp_workers import (
+        ActorRolloutRefWorker,
+        CriticWorker,
+        ImplicitRewardWorker,
+        RewardModelWorker,
+    )
 
     section = config.actor_rollout_ref
     runtime = {"device": device, "seed": config.trainer.seed, "timeout_s": section.nccl_timeout}
@@ -61,7 +67,10 @@ def role_classes(config: PPOConfig, device: str, total_steps: int, wrap: Any) ->
     if config.use_critic:
         critic = replace(config.critic, optim=_with_horizon(config.critic.optim, total_steps))
         classes["critic"] = wrap(CriticWorker, config=critic, rollout_n=section.rollout.n, **runtime)
-    if config.reward_model.enable:
+    if config.reward_model.implicit:
+        model = replace(config.reward_model, optim=_with_horizon(config.reward_model.optim, total_steps))
+        classes["process_reward"] = wrap(ImplicitRewardWorker, config=model, rollout_n=section.rollout.n, **runtime)
+    elif config.reward_model.enable:
         classes["reward_model"] = wrap(
             RewardModelWorker,
             config=config.reward_model,
@@ -84,7 +93,7 @@ def build_worker_groups(config: PPOConfig, device: str, total_steps: int) -> Wor
     else:
         groups = _ray_groups(config, device, total_steps)
     # memory of the last model built is what rollout may use: the actor comes last
-    for name in ("critic", "reward_model", "actor_rollout"):
+    for name in ("critic", "reward_model", "process_reward", "actor_rollout"):
         if name in groups:
             groups[name].init_model()
     actor_rollout = groups["actor_rollout"]
@@ -93,6 +102,7 @@ def build_worker_groups(config: PPOConfig, device: str, total_steps: int) -> Wor
         ref=actor_rollout if config.use_reference_policy else None,
         critic=groups.get("critic"),
         reward_model=groups.get("reward_model"),
+        process_reward=groups.get("process_reward"),
     )
 
 

@@ -14,15 +14,20 @@ import torch
 
 from verl.algorithms.correction import correct_rollout
 from verl.algorithms.kl import KLController
-from verl.algorithms.registry import ADV_ESTIMATORS, fields_needed
+from verl.algorithms.registry import fields_needed, get_adv_estimator_fn, make_state
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.state import DATALOADER_STATE, TRAINER_STATE, load_state, save_state
 from verl.config import PPOConfig
-from verl.errors import ConfigError
+from verl.errors import CheckpointError, ConfigError, RewardError
 from verl.protocol import DataProto
-from verl.schema import check_batch
+from verl.schema import STAGES, check_batch
 from verl.single_controller.base import WorkerGroup
-from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, compute_response_mask
+from verl.trainer.ppo.advantage import (
+    apply_kl_penalty,
+    compute_advantage,
+    compute_response_mask,
+    prepare_policy_loss,
+)
 from verl.trainer.ppo.metrics import compute_step_metrics
 from verl.trainer.ppo.mismatch import MismatchMonitor
 from verl.trainer.ppo.scoring import describe_samples, dump_samples, outcomes, reported
@@ -53,6 +58,7 @@ class RayPPOTrainer:
         kl_ctrl: coefficient of the KL penalty in the reward.
         critic: worker group with ``compute_values`` and ``update_critic``.
         ref: worker group with ``compute_ref_log_prob``.
+        process_reward: worker group with ``compute_process_rewards`` and ``update_reward_model``.
         validator: runs the validation set; None validates never.
     """
 
@@ -69,6 +75,7 @@ class RayPPOTrainer:
         kl_ctrl: KLController,
         critic: WorkerGroup | None = None,
         ref: WorkerGroup | None = None,
+        process_reward: WorkerGroup | None = None,
         validator: Validator | None = None,
     ) -> None:
         self.config = config
@@ -81,9 +88,11 @@ class RayPPOTrainer:
         self.kl_ctrl = kl_ctrl
         self.critic = critic
         self.ref = ref
+        self.process_reward = process_reward
         self.validator = validator
         self.step = 0
         self.mismatch = MismatchMonitor(config.algorithm.rollout_correction.report_threshold)
+        self.estimator_state = make_state(get_adv_estimator_fn(config.algorithm.adv_estimator), config.algorithm)
         self._check_estimator()
 
     def fit(self) -> None:
@@ -108,10 +117,13 @@ class RayPPOTrainer:
                 if self.critic is not None:
                     with timer("values"):
                         batch = batch.union(self.critic.compute_values(batch))
+                if self.process_reward is not None:
+                    with timer("process_reward"):
+                        batch = self.add_process_rewards(batch, metrics)
                 with timer("adv"):
                     batch = self.correct_rollout(batch, metrics)
                     batch = self.shape_rewards(batch, metrics)
-                    batch = compute_advantage(batch, self.config.algorithm)
+                    batch = self.estimate_advantages(batch)
 
                 if self.critic is not None:
                     with timer("update_critic"):
@@ -161,7 +173,8 @@ class RayPPOTrainer:
 
     def arrange(self, batch: DataProto) -> DataProto:
         """Order the rows so that each global mini-batch is the same whatever the number of ranks."""
-        return self._arranged(batch, self.config.actor_rollout_ref.actor, self.actor_rollout.mesh("actor").dp_size)
+        actor, dp_size = self.config.actor_rollout_ref.actor, self.actor_rollout.mesh("actor").dp_size
+        return self._arranged(batch, actor.ppo_mini_batch_size, dp_size, shuffle=actor.shuffle)
 
     def old_log_probs(self, batch: DataProto) -> DataProto:
         """``old_log_probs`` (B,R): the policy's before the update, or in bypass mode the rollout's own."""
@@ -194,10 +207,43 @@ class RayPPOTrainer:
             batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
         return batch
 
+    def add_process_rewards(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+        """Add ``process_rewards`` (B,R) of a reward model that learns this batch's outcomes, before or after."""
+        assert self.process_reward is not None
+        config = self.config.reward_model
+        batch = batch.union(self.process_reward.compute_rm_ref_log_prob(batch))
+        if config.update == "after":
+            batch = batch.union(self.process_reward.compute_process_rewards(batch))
+        if config.update != "none":
+            metrics.update(self.update_reward_model(batch))
+        if config.update != "after":
+            batch = batch.union(self.process_reward.compute_process_rewards(batch))
+        return batch
+
+    def update_reward_model(self, batch: DataProto) -> dict[str, float]:
+        """One step of updates of the process reward model on the outcomes, which must lie in 0 to 1."""
+        assert self.process_reward is not None
+        verdicts = outcomes(batch).nan_to_num(0.0)  # rows without a verdict have no token in the mask
+        if verdicts.min() < 0 or verdicts.max() > 1:
+            raise RewardError(
+                f"outcomes between {verdicts.min():g} and {verdicts.max():g}: an implicit process reward model learns "
+                "probabilities of being right; let the reward function report acc in 0 to 1 beside its score"
+            )
+        batch.batch["outcomes"] = verdicts.float()
+        mesh = self.process_reward.mesh("reward_model")
+        batch = self._arranged(batch, self.config.reward_model.mini_batch_size, mesh.dp_size)
+        return _metrics(self.process_reward.update_reward_model(batch))
+
+    def estimate_advantages(self, batch: DataProto) -> DataProto:
+        """Add ``advantages`` and ``returns`` (B,R)."""
+        generator = torch.Generator().manual_seed(derive_seed(self.config.trainer.seed, "reweight", self.step))
+        return compute_advantage(batch, self.config.algorithm, state=self.estimator_state, generator=generator)
+
     def update_critic(self, batch: DataProto) -> dict[str, float]:
         """One step of value-function updates."""
         assert self.critic is not None
-        batch = self._arranged(batch, self.config.critic, self.critic.mesh("critic").dp_size)
+        critic, dp_size = self.config.critic, self.critic.mesh("critic").dp_size
+        batch = self._arranged(batch, critic.ppo_mini_batch_size, dp_size, shuffle=critic.shuffle)
         return _metrics(self.critic.update_critic(check_batch(batch, "update_critic")))
 
     def update_actor(self, batch: DataProto) -> dict[str, float]:
@@ -206,6 +252,7 @@ class RayPPOTrainer:
             mask = batch.batch["response_mask"] * batch.batch["rollout_accepted"]
             batch = _without(batch, "rollout_accepted")
             batch.batch["response_mask"] = mask
+        batch = prepare_policy_loss(batch, self.config.actor_rollout_ref.actor)
         return _metrics(self.actor_rollout.update_actor(check_batch(batch, "update_actor")))
 
     def describe(self, batch: DataProto, timer: StepTimer) -> dict[str, float]:
@@ -238,8 +285,13 @@ class RayPPOTrainer:
             self.actor_rollout.save_checkpoint(str(directory / "actor"))
             if self.critic is not None:
                 self.critic.save_checkpoint(str(directory / "critic"))
+            if self.process_reward is not None:
+                self.process_reward.save_checkpoint(str(directory / "reward_model"))
             save_state(directory / DATALOADER_STATE, self.source.state_dict())
-            save_state(directory / TRAINER_STATE, {"step": self.step, "kl_ctrl": self.kl_ctrl.state_dict()})
+            state = {"step": self.step, "kl_ctrl": self.kl_ctrl.state_dict()}
+            if self.estimator_state is not None:
+                state["estimator"] = self.estimator_state.state_dict()
+            save_state(directory / TRAINER_STATE, state)
 
     def load_checkpoint(self) -> None:
         """Continue from the checkpoint that ``trainer.resume_mode`` selects, if there is one."""
@@ -251,10 +303,19 @@ class RayPPOTrainer:
         state = load_state(directory / TRAINER_STATE)
         self.step = state["step"]
         self.kl_ctrl.load_state_dict(state["kl_ctrl"])
+        if self.estimator_state is not None:
+            if "estimator" not in state:
+                raise CheckpointError(
+                    f"{directory} has no state of algorithm.adv_estimator={self.config.algorithm.adv_estimator}; "
+                    "resume with the estimator that it was made with, or start anew with trainer.resume_mode=disable"
+                )
+            self.estimator_state.load_state_dict(state["estimator"])
         self.source.load_state_dict(load_state(directory / DATALOADER_STATE))
         self.actor_rollout.load_checkpoint(str(directory / "actor"))
         if self.critic is not None:
             self.critic.load_checkpoint(str(directory / "critic"))
+        if self.process_reward is not None:
+            self.process_reward.load_checkpoint(str(directory / "reward_model"))
         if trainer.del_local_ckpt_after_load:
             self.checkpoints.delete(directory)
 
@@ -262,19 +323,22 @@ class RayPPOTrainer:
 
     def _check_estimator(self) -> None:
         name = self.config.algorithm.adv_estimator
-        available = {"token_level_rewards", "response_mask", "uid", *self.source.fields}
+        available = {*STAGES["rollout"], "rollout_log_probs", "uid", "token_level_scores", "token_level_rewards"}
+        available |= {"old_log_probs", *self.source.fields}
         available |= {"values"} if self.critic else set()
-        if missing := fields_needed(ADV_ESTIMATORS[name]) - available:
+        available |= {"ref_log_prob"} if self.ref else set()
+        available |= {"process_rewards"} if self.process_reward else set()
+        if missing := fields_needed(get_adv_estimator_fn(name)) - available:
             raise ConfigError(
                 f"algorithm.adv_estimator={name}: needs {', '.join(sorted(missing))}, which nothing in this run makes"
                 + ("; set critic.enable=True" if "values" in missing else "")
             )
 
-    def _arranged(self, batch: DataProto, section: Any, dp_size: int) -> DataProto:
-        rows = section.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+    def _arranged(self, batch: DataProto, mini_batch_size: int, dp_size: int, *, shuffle: bool = False) -> DataProto:
+        rows = mini_batch_size * self.config.actor_rollout_ref.rollout.n
         # from the order of sampling, not from an earlier arrangement, which depends on the number of ranks
         order = torch.argsort(batch.batch["sample_index"])
-        if section.shuffle:
+        if shuffle:
             generator = torch.Generator().manual_seed(derive_seed(self.config.trainer.seed, "mini_batches", self.step))
             order = order[torch.randperm(len(order), generator=generator)]
         lengths = batch.batch["attention_mask"].sum(-1)[order].tolist()
