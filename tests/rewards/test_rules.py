@@ -123,6 +123,16 @@ def test_dispatch_by_data_source() -> None:
     assert default_compute_score("openai/gsm8k", "#### 4", "4") == 1.0
     assert default_compute_score("final_answer/sort_digits", "#### 00123", "00123", {}) == 1.0
     assert default_compute_score("HuggingFaceH4/MATH-500", r"\boxed{4}", "4") == 1.0
-    assert default_compute_score("AIME2024", r"\boxed{4}", "4") == 1.0
+    assert default_compute_score("AIME2024", r"\boxed{4}", "4") == {"score": 1.0, "acc": True, "pred": "4"}
+    assert default_compute_score("math_dapo", "Answer: 5", "4")["score"] == -1.0
+    assert default_compute_score("numina_olympiads", r"\boxed{4}", "4") == 1.0
+    assert default_compute_score("hiyouga/geometry3k", r"\boxed{4}", "4")["score"] == 0.9
+    assert default_compute_score("searchR1_nq", "<answer>The Seine</answer>", {"target": ["seine"]})["score"] == 1.0
+    countdown_truth = {"target": 6, "numbers": [1, 2, 3]}
+    assert default_compute_score("countdown", "<answer>1+2+3</answer>", countdown_truth)["score"] == 1.0
+    assert default_compute_score("cais/mmlu", "Answer: C", 2)["score"] == 1.0
+    rules = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    assert default_compute_score("google/IFEval", "no commas", rules)["score"] == 1.0
+    assert default_compute_score("taco", "no program", {"inputs": ["1"], "outputs": ["1"]})["code_status"] == "no_code"
     with pytest.raises(ConfigError, match=r"no built-in scorer for data_source='mine' .*gsm8k.*custom_reward_function"):
         default_compute_score("mine", "", "")

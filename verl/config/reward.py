@@ -36,6 +36,26 @@ class RewardManagerConfig(Config):
 
 
 @dataclass
+class SandboxConfig(Config):
+    """Where and how the programs that a policy writes are tested."""
+
+    url: str | None = opt(
+        None, "Sandbox Fusion server that runs programs, its run_code address; not given = on this machine."
+    )
+    isolation: str = opt(
+        "auto",
+        "Means that confine programs on this machine; auto takes the strongest that the kernel allows.",
+        choices=("auto", "namespaces", "landlock", "guard"),
+    )
+    timeout_s: float = opt(10.0, "CPU seconds of one test; twice that in wall-clock time.", gt=0)
+    memory_limit_mb: int = opt(1024, "Memory of a program, in MiB.", ge=64)
+    max_concurrent: int | None = opt(
+        None, "Programs at the same time from one process; not given = one per CPU here, 64 on a server.", ge=1
+    )
+    continuous: bool = opt(False, "Score the share of tests that pass, instead of all or nothing.")
+
+
+@dataclass
 class RewardConfig(Config):
     """How responses are scored by functions."""
 
@@ -43,6 +63,7 @@ class RewardConfig(Config):
         CustomRewardFunctionConfig, "A reward function in a file of the user."
     )
     reward_manager: RewardManagerConfig = section(RewardManagerConfig, "Which reward manager.")
+    sandbox: SandboxConfig = section(SandboxConfig, "Where and how the programs that a policy writes are tested.")
     reward_kwargs: dict[str, Any] = opt({}, "Keyword arguments of the reward manager's constructor.")
     num_workers: int = opt(1, "Processes that score responses; 1 = in the controller.", ge=1)
     max_concurrent: int | None = opt(

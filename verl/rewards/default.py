@@ -3,44 +3,97 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from verl.errors import ConfigError
-from verl.rewards import gsm8k, math
+from verl.rewards import (
+    code,
+    countdown,
+    dapo_math,
+    geometry3k,
+    gsm8k,
+    ifeval,
+    math,
+    multiple_choice,
+    reasoning_gym,
+    search_qa,
+)
 
-SCORERS: dict[str, Callable[[str, str], float]] = {
+Scorer = Callable[..., Any]
+"""Takes (solution_str, ground_truth); those of :data:`WITH_ROW` also ``extra_info``."""
+
+SCORERS: dict[str, Scorer] = {
+    # the number after ####
     "openai/gsm8k": gsm8k.compute_score,
     "gsm8k": gsm8k.compute_score,
+    # the boxed answer
     "lighteval/MATH": math.compute_score,
     "DigitalLearningGmbH/MATH-lighteval": math.compute_score,
     "HuggingFaceH4/MATH-500": math.compute_score,
+    "hendrycks/competition_math": math.compute_score,
+    "EleutherAI/hendrycks_math": math.compute_score,
+    "agentica-org/DeepScaleR-Preview-Dataset": math.compute_score,
     "math": math.compute_score,
-    "math_dapo": math.compute_score,
     "math_verify": math.compute_score_symbolic,
+    # +1 or -1
+    "math_dapo": dapo_math.compute_score,
+    "math_dapo_reasoning": dapo_math.compute_score,
+    "BytedTsinghua-SIA/DAPO-Math-17k": dapo_math.compute_score,
+    "hiyouga/geometry3k": geometry3k.compute_score,
+    "geometry3k": geometry3k.compute_score,
+    # programs
+    "codecontests": code.compute_score,
+    "deepmind/code_contests": code.compute_score,
+    "apps": code.compute_score,
+    "codeparrot/apps": code.compute_score,
+    "codeforces": code.compute_score,
+    "taco": code.compute_score,
+    "BAAI/TACO": code.compute_score,
+    "livecodebench": code.compute_score,
+    "humaneval": code.compute_score,
+    "openai/openai_humaneval": code.compute_score,
+    "mbpp": code.compute_score,
+    "google-research-datasets/mbpp": code.compute_score,
+    # letters
+    "multiple_choice": multiple_choice.compute_score,
+    "cais/mmlu": multiple_choice.compute_score,
+    "TIGER-Lab/MMLU-Pro": multiple_choice.compute_score,
+    "Idavidrein/gpqa": multiple_choice.compute_score,
+    "allenai/ai2_arc": multiple_choice.compute_score,
+    "allenai/openbookqa": multiple_choice.compute_score,
+    "tau/commonsense_qa": multiple_choice.compute_score,
+    # rules
+    "google/IFEval": ifeval.compute_score,
+    "Jiayi-Pan/Countdown-Tasks-3to4": countdown.compute_score,
+    "reasoning_gym": reasoning_gym.compute_score,
 }
-"""Scorer of each known ``data_source``; each takes (solution_str, ground_truth)."""
+"""Scorer of each known ``data_source``."""
 
-PREFIXES: dict[str, Callable[[str, str], float]] = {
+PREFIXES: dict[str, Scorer] = {
     "final_answer/": gsm8k.compute_score,
-    "aime": math.compute_score,
+    "aime": dapo_math.compute_score,
+    "amc": math.compute_score,
+    "numina_": math.compute_score,
+    "code/": code.compute_score,
+    "mmlu": multiple_choice.compute_score,
+    "gpqa": multiple_choice.compute_score,
+    "searchr1_": search_qa.compute_score,
+    "countdown": countdown.compute_score,
+    "ifeval": ifeval.compute_score,
+    "reasoning_gym/": reasoning_gym.compute_score,
 }
 """Scorers of whole families of sources: of every ``data_source`` that starts so, in lower case."""
 
+WITH_ROW = frozenset({ifeval.compute_score})
+"""Scorers that also read the row's ``extra_info``."""
 
-def default_compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None
-) -> float:
-    """Score a response with the rule that its data source is known for.
 
-    Args:
-        data_source: name of the data set. Names that start with ``final_answer/`` are scored by the number after
-            ``####``, names that start with ``aime`` as mathematics.
-        solution_str: the response's text.
-        ground_truth: the right answer.
-        extra_info: not used by the built-in rules.
+def scorer_of(data_source: str) -> Scorer:
+    """The rule that a data source is known for.
 
     Raises:
-        ConfigError: no rule is known for the data source.
+        ConfigError: none is known.
     """
     scorer = SCORERS.get(data_source)
     if scorer is None:
@@ -53,4 +106,49 @@ def default_compute_score(
             "custom_reward_function.path to a Python file with a function compute_score(data_source, solution_str, "
             "ground_truth, extra_info)"
         )
+    return scorer
+
+
+def default_compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    sandbox_fusion_url: str | None = None,
+    concurrent_semaphore: Any = None,
+    memory_limit_mb: int | None = None,
+    *,
+    sandbox: Mapping[str, Any] | None = None,
+) -> Any:
+    """Score a response with the rule that its data source is known for.
+
+    Args:
+        data_source: name of the data set, one of :data:`SCORERS` or of a family in :data:`PREFIXES`.
+        solution_str: the response's text.
+        ground_truth: the right answer, as the rule wants it.
+        extra_info: the row's further columns.
+        sandbox_fusion_url: where programs are run; not given = on this machine.
+        concurrent_semaphore: held while a program is run.
+        memory_limit_mb: of programs, in MiB.
+        sandbox: further arguments of :func:`verl.rewards.code.compute_score`.
+
+    Returns:
+        A number, or a mapping with ``score``.
+
+    Raises:
+        ConfigError: no rule is known for the data source.
+    """
+    scorer = scorer_of(data_source)
+    if scorer is reasoning_gym.compute_score:
+        return scorer(solution_str, extra_info, data_source)
+    if scorer is code.compute_score:
+        options = dict(sandbox or {})
+        if sandbox_fusion_url:
+            options["url"] = sandbox_fusion_url
+        if memory_limit_mb:
+            options["memory_limit_mb"] = memory_limit_mb
+        with concurrent_semaphore or nullcontext():
+            return scorer(solution_str, ground_truth, extra_info, **options)
+    if scorer in WITH_ROW:
+        return scorer(solution_str, ground_truth, extra_info)
     return scorer(solution_str, ground_truth)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError
 from verl.rewards import managers as _managers  # noqa: F401  registers the built-in ones
+from verl.rewards.default import default_compute_score
 from verl.rewards.function import ScoreFunction
 from verl.rewards.manager import REWARD_MANAGERS, RewardManager
 from verl.rewards.policy import ScoringOptions
+from verl.rewards.sandbox.local import LocalSandbox
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +55,11 @@ def load_reward_manager(
     kwargs: dict[str, Any] = {**reward.reward_kwargs, **reward_kwargs}
     if isinstance(cls, type) and issubclass(cls, RewardManager):
         kwargs["scoring"] = scoring_options(reward)
-    function = load_reward_function(reward)
+    function = load_reward_function(reward) or ScoreFunction(
+        default_compute_score, {"sandbox": dataclasses.asdict(reward.sandbox)}
+    )
+    if not reward.custom_reward_function.path and reward.sandbox.isolation != "auto" and not reward.sandbox.url:
+        LocalSandbox(isolation=reward.sandbox.isolation).close()  # what the kernel refuses is said now
     arguments = {
         "tokenizer": tokenizer,
         "num_examine": num_examine,

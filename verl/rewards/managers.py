@@ -101,7 +101,8 @@ class BatchRewardManager(RewardManager):
         *,
         scoring: ScoringOptions | None = None,
     ) -> None:
-        if compute_score in (None, default_compute_score):
+        plain = getattr(compute_score, "function", compute_score)
+        if plain in (None, default_compute_score):
             raise ConfigError(
                 "reward manager 'batch' needs a function that scores a whole batch; set custom_reward_function.path, "
                 "or use reward_manager=naive with the built-in rules"

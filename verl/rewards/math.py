@@ -1,7 +1,7 @@
 r"""Competition mathematics: the last ``\boxed{...}`` against the reference answer.
 
-Equality is decided by rules on the text (the same number, fraction, tuple or interval in different notation). With the
-extra ``math`` installed, :func:`compute_score_symbolic` decides by computer algebra instead.
+Equality is decided by rules on the text (the same number, fraction, tuple or interval in different notation); what they
+do not find equal is then compared by computer algebra, if the extra ``math`` is installed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from fractions import Fraction
 
 from verl.errors import ConfigError
+from verl.rewards import symbolic
 
 _WRAPPERS = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)"
 
@@ -108,6 +109,13 @@ def _same(left: str, right: str) -> bool:
     return all(_same(p, q) for p, q in zip(x[1], y[1], strict=True))
 
 
+def same_answer(answer: str, reference: str) -> bool:
+    """Whether two answers are equal by :func:`is_equivalent`, or else by computer algebra where it is installed."""
+    if is_equivalent(answer, reference):
+        return True
+    return symbolic.installed() and symbolic.equal(f"\\boxed{{{answer}}}", f"\\boxed{{{reference}}}")
+
+
 def compute_score(solution_str: str, ground_truth: str) -> float:
     r"""1.0 if the last ``\boxed{...}`` of the response equals the reference, else 0.0.
 
@@ -117,24 +125,18 @@ def compute_score(solution_str: str, ground_truth: str) -> float:
     if answer is None:
         return 0.0
     reference = last_boxed(ground_truth)
-    return 1.0 if is_equivalent(answer, ground_truth if reference is None else reference) else 0.0
+    return 1.0 if same_answer(answer, ground_truth if reference is None else reference) else 0.0
 
 
 def compute_score_symbolic(solution_str: str, ground_truth: str) -> float:
-    """1.0 if ``math-verify`` finds the response's answer equal to the reference, else 0.0.
-
-    Time limits are left to the reward manager, because those of ``math-verify`` need signals.
+    """1.0 if ``math-verify`` finds the response's answer, boxed or not, equal to the reference, else 0.0.
 
     Raises:
         ConfigError: ``math-verify`` is not installed.
     """
-    try:
-        from math_verify import parse, verify
-    except ImportError as error:
+    if not symbolic.installed():
         raise ConfigError(
             "the math_verify scorer needs the package math-verify; install it with: pip install 'verl[math]'"
-        ) from error
+        )
     reference = ground_truth if last_boxed(ground_truth) else f"\\boxed{{{ground_truth}}}"
-    gold = parse(reference, parsing_timeout=None)
-    answer = parse(solution_str, parsing_timeout=None)
-    return float(verify(gold, answer, timeout_seconds=None))
+    return float(symbolic.equal(solution_str, reference))
