@@ -113,6 +113,14 @@ _TABLE = (
         "Scores, less the KL penalty where it is part of the reward.",
     ),
     Field(
+        "sum_pi_squared",
+        _RESPONSE,
+        FLOAT,
+        "actor",
+        "advantages",
+        "Sum of the squared probabilities of all tokens at each place; only for estimators that use it.",
+    ),
+    Field(
         "old_log_probs",
         _RESPONSE,
         FLOAT,

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tests.algorithms.batches import normal
 from verl.algorithms.kl import (
@@ -158,3 +159,39 @@ def test_controller_from_config() -> None:
         get_kl_controller({"type": "adaptiv"})
     with pytest.raises(ConfigError, match="must be positive"):
         get_kl_controller({"type": "adaptive", "horizon": 0})
+
+
+def average_gradient(name: str, logits: Tensor, ref: Tensor) -> Tensor:
+    """Gradient of an estimate as a loss, averaged over all tokens as the policy samples them."""
+    x = logits.clone().requires_grad_()
+    log_p = torch.log_softmax(x, -1)
+    (log_p.detach().exp() * kl_penalty(log_p, ref, name)).sum().backward()
+    return x.grad
+
+
+def test_as_a_loss_k1_averages_to_nothing_and_k3_to_the_other_direction() -> None:
+    logits, ref = normal(1, 1, 7, seed=11), torch.log_softmax(normal(1, 1, 7, seed=12), -1)
+    torch.testing.assert_close(average_gradient("k1", logits, ref), torch.zeros_like(logits), atol=1e-12, rtol=0)
+
+    x = logits.clone().requires_grad_()
+    (ref.exp() * (ref - torch.log_softmax(x, -1))).sum().backward()
+    torch.testing.assert_close(average_gradient("k3", logits, ref), x.grad)
+
+    x = logits.clone().requires_grad_()
+    (torch.softmax(x, -1) - ref.exp()).abs().sum().backward()  # twice the total variation
+    torch.testing.assert_close(average_gradient("abs", logits, ref), x.grad)
+
+
+@pytest.mark.parametrize("name", ["k1", "abs", "k2", "k3", "k2+"])
+def test_gradcheck_of_forms_whose_value_and_gradient_belong_together(name: str) -> None:
+    x, ref = normal(3, 4, seed=13).requires_grad_(), normal(3, 4, seed=14)
+    assert torch.autograd.gradcheck(lambda v: kl_penalty(v, ref, name), x)
+
+
+@pytest.mark.parametrize("name", ["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"])
+def test_straight_through_forms_have_the_value_of_their_name_and_the_gradient_of_k2(name: str) -> None:
+    x, ref = normal(3, 4, seed=15).requires_grad_(), normal(3, 4, seed=16)
+    value = kl_penalty(x, ref, name + "+")
+    torch.testing.assert_close(value, kl_penalty(x, ref, name))
+    value.sum().backward()
+    torch.testing.assert_close(x.grad, (x - ref).detach())

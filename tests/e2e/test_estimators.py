@@ -93,3 +93,13 @@ def test_pf_ppo_draws_by_score(run_training: RunTraining) -> None:
         *LOCAL, "algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=4", "trainer.total_training_steps=1"
     )
     assert rows[0]["data"]["critic/score/mean"] > plain[0]["data"]["critic/score/mean"]
+
+
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_the_optimal_token_baseline_has_exact_energies(name: str, run_training: RunTraining) -> None:
+    """Without the sum of squared probabilities, a bound from the entropies stands in, and the numbers are others."""
+    chosen = [*LOCAL, f"algorithm.adv_estimator={name}", "trainer.total_training_steps=1"]
+    exact, cut = run_training(*chosen), run_training(*chosen, *CUT)
+    bound = run_training(*chosen, "actor_rollout_ref.actor.calculate_sum_pi_squared=False")
+    assert deterministic(cut)[0] == pytest.approx(deterministic(exact)[0], rel=1e-4, abs=1e-6)
+    assert bound[0]["data"]["critic/advantages/mean"] != exact[0]["data"]["critic/advantages/mean"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.models.logprobs import LogitTransform, token_log_probs
+from verl.models.logprobs import LogitTransform, token_log_probs, token_sum_pi_squared
 
 
 def reference(
@@ -127,3 +127,25 @@ def test_recomputing_changes_no_bit() -> None:
         gradients.append((h.grad, w.grad))
     for kept, recomputed in zip(*gradients, strict=True):
         assert torch.equal(kept, recomputed)
+
+
+@pytest.mark.parametrize("chunk", [1, 3 * 29, 1 << 20])
+@pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(0.5, 3.0)])
+def test_sum_of_squared_probabilities(chunk: int, transform: LogitTransform) -> None:
+    rng = np.random.default_rng(1)
+    hidden, weight = rng.normal(size=(10, 8)), rng.normal(size=(29, 8))
+    log_p = np.stack([reference(hidden, weight, np.full(10, token), 0.6, transform)[0] for token in range(29)], axis=1)
+    got = token_sum_pi_squared(
+        torch.tensor(hidden).float(),
+        torch.tensor(weight).float().requires_grad_(),
+        None,
+        temperature=0.6,
+        transform=transform,
+        chunk_numbers=chunk,
+    )
+    np.testing.assert_allclose(got.numpy(), np.exp(2 * log_p).sum(1), rtol=2e-5)
+    assert not got.requires_grad
+
+
+def test_an_even_distribution_agrees_with_itself_once_in_v() -> None:
+    assert token_sum_pi_squared(torch.zeros(2, 3), torch.zeros(8, 3), None).tolist() == pytest.approx([1 / 8, 1 / 8])

@@ -144,6 +144,10 @@ class ActorConfig(Config):
     loss_scale_factor: int | None = opt(
         None, "Divisor of seq-mean-token-sum-norm, in tokens; not given = the response length.", ge=1
     )
+    calculate_sum_pi_squared: bool | None = opt(
+        None,
+        "Compute the sum of squared probabilities with the old log-probs; not given = if the estimator uses it.",
+    )
     entropy_coeff: float = opt(0.0, "Weight of the entropy bonus.")
     use_kl_loss: bool = opt(False, "Add the KL divergence from the reference policy to the loss.")
     kl_loss_coef: float = opt(0.001, "Weight of the KL loss.", ge=0)

@@ -56,6 +56,7 @@ NEEDS_GROUPS = frozenset(
         "prime",
     }
 )
+USES_SUM_PI_SQUARED = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
 GIGPO_MODES = ("mean_norm", "mean_std_norm")
 REWEIGHT_METHODS = ("pow", "max_min", "max_random")
 
@@ -148,6 +149,11 @@ class AlgorithmConfig(Config):
             yield (
                 "gdpo_reward_keys=[]: adv_estimator='gdpo' treats the components of the reward one by one; name them, "
                 "or use grpo"
+            )
+        if self.adv_estimator in USES_SUM_PI_SQUARED and self.rollout_correction.bypass_mode:
+            yield (
+                f"rollout_correction.bypass_mode=True: adv_estimator={self.adv_estimator!r} needs the policy's own "
+                "probabilities, which bypass mode does not compute; use bypass_mode=False"
             )
         if self.gdpo_reward_weights and len(self.gdpo_reward_weights) != len(self.gdpo_reward_keys):
             yield (

@@ -13,6 +13,7 @@ from verl.config.algorithm import (
     NEEDS_PROCESS_REWARDS,
     NEEDS_VALUES,
     POLICY_LOSSES,
+    USES_SUM_PI_SQUARED,
     AlgorithmConfig,
 )
 from verl.config.base import Config, opt, section, suggestion
@@ -75,6 +76,9 @@ class PPOConfig(Config):
 
         Bypass mode chooses its own policy loss where PPO's plain one would not do what is asked.
         """
+        if self.actor_rollout_ref.actor.calculate_sum_pi_squared is None:
+            uses_squares = self.algorithm.adv_estimator in USES_SUM_PI_SQUARED
+            self.actor_rollout_ref.actor.calculate_sum_pi_squared = uses_squares
         correction, loss = self.algorithm.rollout_correction, self.actor_rollout_ref.actor.policy_loss
         if loss.loss_mode == "vanilla" and correction.bypass_mode and (correction.corrects or not correction.clips):
             loss.loss_mode = "bypass_mode"

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 
 from verl.errors import ConfigError
 from verl.models.attention import packed_attention
-from verl.models.logprobs import LogitTransform, token_log_probs
+from verl.models.logprobs import LogitTransform, token_log_probs, token_sum_pi_squared
 from verl.models.packing import RowLayout
 
 #: fields that each head can compute
-LM_OUTPUTS = frozenset({"log_probs", "entropys"})
+LM_OUTPUTS = frozenset({"log_probs", "entropys", "sum_pi_squared"})
 VALUE_OUTPUTS = frozenset({"values"})
 CLASSIFIER_OUTPUTS = frozenset({"scores"})
 
@@ -87,7 +87,7 @@ class HeadModel(nn.Module, ABC):
 
 
 class PolicyModel(HeadModel):
-    """Causal LM: ``log_probs`` and ``entropys`` (B,R) of the response tokens."""
+    """Causal LM: ``log_probs``, ``entropys`` and ``sum_pi_squared`` (B,R) of the response tokens."""
 
     outputs = LM_OUTPUTS
 
@@ -118,6 +118,10 @@ class PolicyModel(HeadModel):
         results = {"log_probs": log_probs}
         if entropies is not None:
             results["entropys"] = entropies
+        if "sum_pi_squared" in want:
+            results["sum_pi_squared"] = token_sum_pi_squared(
+                states.detach(), head.weight, head.bias, temperature=temperature, transform=self.transform
+            )
         return _place(layout, results)
 
 

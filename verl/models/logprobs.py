@@ -87,6 +87,33 @@ def token_log_probs(
     return log_probs, entropies if entropy else None
 
 
+@torch.no_grad()
+def token_sum_pi_squared(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    temperature: float = 1.0,
+    transform: LogitTransform = IDENTITY,
+    chunk_numbers: int | None = None,
+) -> Tensor:
+    """Sum of the squared probabilities of each distribution, (N,) float32, without gradient.
+
+    It is the chance that two draws agree: 1 for a certain token, 1/V for an even distribution.
+
+    Args: as :func:`token_log_probs`.
+    """
+    if chunk_numbers is None:
+        chunk_numbers = CHUNK_NUMBERS_CPU if hidden.device.type == "cpu" else CHUNK_NUMBERS_DEVICE
+    rows = max(1, chunk_numbers // weight.shape[0])
+    sums = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+    for start in range(0, hidden.shape[0], rows):
+        part = hidden[start : start + rows]
+        log_p, _ = _log_softmax(part, weight, bias, transform.scale, transform.softcap, temperature)
+        sums[start : start + rows] = log_p.mul_(2.0).exp_().sum(-1)
+    return sums
+
+
 def _log_softmax(
     hidden: Tensor,
     weight: Tensor,

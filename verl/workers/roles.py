@@ -234,16 +234,18 @@ class ActorRolloutRefWorker(RoleWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """``old_log_probs`` and ``entropys`` (B,R) of the actor, without gradients."""
+        """``old_log_probs``, ``entropys`` and, if configured, ``sum_pi_squared`` (B,R) of the actor, no gradients."""
         assert self.actor is not None
+        squares = frozenset({"sum_pi_squared"} if self.config.actor.calculate_sum_pi_squared else ())
         with self.actor.resident(optimizer=False):
             out = self.actor.forward(
                 data.batch,
-                POLICY_AND_ENTROPY,
+                POLICY_AND_ENTROPY | squares,
                 micro=MicroBatching(*self.config.rollout.log_prob_micro_batch()),
                 temperature=self.config.rollout.temperature,
             )
-        return DataProto.from_dict({"old_log_probs": out["log_probs"].cpu(), "entropys": out["entropys"].cpu()})
+        fields = {"log_probs": "old_log_probs"}
+        return DataProto.from_dict({fields.get(name, name): value.cpu() for name, value in out.items()})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
