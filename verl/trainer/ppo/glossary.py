@@ -113,6 +113,9 @@ GLOSSARY: dict[str, str] = {
     "val-{core|aux}/<data_source>/<variable>/worst@<N>": (
         "Expected worst of N samples of a prompt, averaged over prompts."
     ),
+    "val-{core|aux}/<data_source>/<variable>/pass@<N>": (
+        "Unbiased probability that at least one of N samples of a prompt is right, averaged over prompts."
+    ),
     "val-{core|aux}/<data_source>/<variable>/maj@<N>": (
         "Expected value of the answer that most of N samples of a prompt give, averaged over prompts; ties share."
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import numpy as np
 
 from verl.protocol import DataProto
 from verl.single_controller.base import WorkerGroup
-from verl.trainer.ppo.metrics import process_validation_metrics
 from verl.trainer.ppo.scoring import Sample, Scorer, describe_samples, dump_samples
 from verl.trainer.ppo.sources import generate, with_samples
+from verl.trainer.ppo.validation_metrics import ValidationRecord
 from verl.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -60,9 +59,7 @@ class Validator:
         Returns:
             The metrics ``val-core/...`` and ``val-aux/...``, and the samples chosen for the trackers.
         """
-        sources: list[str] = []
-        uids: list[str] = []
-        infos: dict[str, list[Any]] = defaultdict(list)
+        record = ValidationRecord()
         samples: list[Sample] = []
         rows_seen = 0
         for rows in self.dataloader:
@@ -72,16 +69,14 @@ class Validator:
             rows_seen += len(batch)
             batch = generate(self.rollout, batch, step=0, validate=True)
             result = self.scorer.judge(batch)
-            sources += list(batch.non_tensor_batch.get("data_source", np.full(len(batch), "unknown", dtype=object)))
-            uids += list(batch.non_tensor_batch["uid"])
             scores = result.sums()
-            infos["reward"] += scores
-            for name, values in result.extra.items():
-                infos[name] += list(values)
+            record.add(
+                list(batch.non_tensor_batch.get("data_source", ["unknown"] * len(batch))),
+                list(batch.non_tensor_batch["uid"]),
+                {**{name: list(values) for name, values in result.extra.items()}, "reward": scores},
+            )
             samples += describe_samples(self.tokenizer, batch, scores, result.extra)
-        # a value that only some batches report cannot be summarised over the set
-        aligned = {name: values for name, values in infos.items() if len(values) == len(uids)}
-        metrics = process_validation_metrics(sources, uids, aligned, seed=derive_seed(self.seed, "bootstrap"))
+        metrics = record.metrics(seed=derive_seed(self.seed, "bootstrap"))
         dump_samples(self.dump_dir, step, samples)
         return metrics, self._choose(samples)
 
