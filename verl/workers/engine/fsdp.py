@@ -260,7 +260,7 @@ class FSDPEngine(TrainEngine):
     def _reshard(self) -> None:
         """Give back gathered parameters; resharding the root alone would leave the layers as they are."""
         if self._fsdp is not None:
-            for module in self._fsdp.modules():
+            for module in self.module.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
