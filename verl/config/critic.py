@@ -79,6 +79,12 @@ class CriticConfig(Config):
         choices=LOSS_AGG_MODES,
         inherits=f"{ACTOR}.loss_agg_mode",
     )
+    loss_scale_factor: int | None = opt(
+        None,
+        "Divisor of seq-mean-token-sum-norm, in tokens; not given = the response length.",
+        ge=1,
+        inherits=f"{ACTOR}.loss_scale_factor",
+    )
     optim: OptimConfig = section(OptimConfig, "Optimizer of the critic.", lr=1e-5)
     fsdp_config: FSDPConfig = section(
         FSDPConfig, "Sharding, offload and numeric types of the critic.", inherits=f"{ACTOR}.fsdp_config"

@@ -20,7 +20,7 @@ from verl.selftest.model import ModelDirs
 from verl.utils.metrics import MetricSet, mmean, msum
 from verl.workers.engine.base import GlobalBatchInfo
 from verl.workers.engine.fsdp import FSDPEngine
-from verl.workers.engine.sharding import whole_tensor
+from verl.workers.engine.sharding import local_part
 
 TEMPERATURE = 0.7
 POLICY_OUTPUTS = frozenset({"log_probs", "entropys"})
@@ -131,10 +131,13 @@ class EngineBackend:
         gradient: dict[str, Tensor] = {}
 
         def take(*_: Any) -> None:
+            shards = {}
             for name, parameter in engine.module.hf_named_tensors():
                 if isinstance(parameter, nn.Parameter):
                     grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                    gradient[name] = whole_tensor(grad.detach()).cpu().clone()
+                    shards[name] = local_part(grad.detach()).cpu().clone()
+            # one collective for all: they are sharded over their first dimension
+            gradient.update(self.gather(shards))
 
         recorder = Recorder(loss)
         handle = engine.optimizer.register_step_pre_hook(take)  # after the reduction over ranks, before the step

@@ -25,6 +25,9 @@ RESPONSE_LENGTHS = (3, 7, 1, 6, 2, 5, 0, 4)
 TOOL_OUTPUT = (1, 2, 4)
 ROWS, PROMPT_WIDTH, RESPONSE_WIDTH = len(GROUPS), max(PROMPT_LENGTHS.values()), max(RESPONSE_LENGTHS)
 
+#: values that a reward function may report beside the score
+REWARD_COMPONENTS = ("correct", "format")
+
 _MAKERS: dict[str, FieldMaker] = {}
 
 
@@ -40,6 +43,12 @@ def register_field(name: str) -> Callable[[FieldMaker], FieldMaker]:
         return maker
 
     return add
+
+
+@register_field("state_hashes")
+def _states(batch: Mapping[str, Any], generator: torch.Generator) -> Tensor:
+    """Few states, so that different episodes meet in them."""
+    return torch.randint(0, 2, batch["response_mask"].shape, generator=generator)
 
 
 def make_batch(seed: int = 0) -> Fields:
@@ -74,6 +83,9 @@ def make_batch(seed: int = 0) -> Fields:
     }
     batch["token_level_rewards"] = rewards(mask, generator)
     batch["token_level_scores"] = batch["token_level_rewards"].clone()
+    for name in REWARD_COMPONENTS:
+        values = torch.rand(ROWS, generator=generator).tolist()
+        batch[f"reward_{name}"] = object_array(values)
     return batch
 
 
@@ -118,6 +130,8 @@ def _make(name: str, batch: Mapping[str, Any], generator: torch.Generator) -> An
         value = torch.randint(0, 3, dims, generator=generator)
     elif "log_prob" in name:
         value = -(0.3 + 4.0 * torch.rand(dims, generator=generator))
+    elif "squared" in name:
+        value = torch.rand(dims, generator=generator)
     elif "weight" in name:
         value = 0.5 + torch.rand(dims, generator=generator)
     else:

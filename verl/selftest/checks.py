@@ -16,7 +16,7 @@ from verl.selftest.backends import Backend, EngineBackend, PlainBackend
 from verl.selftest.batches import GROUPS, Fields
 from verl.selftest.compare import Deviation, scalar_deviation, tolerance_of, worst
 from verl.selftest.cuts import MICRO, PADDED, PLAIN, Cut
-from verl.selftest.entries import Entry, Outcome, prepare, run, tensors_of
+from verl.selftest.entries import LOSS_SCALE, Entry, Outcome, prepare, run, tensors_of
 from verl.selftest.laws import check_estimator, laws_of_loss
 from verl.utils.metrics import MetricSet
 from verl.workers.engine.base import GlobalBatchInfo, MicroBatching
@@ -131,7 +131,7 @@ def _aggregated(values: Tensor, mask: Tensor, mode: str) -> float:
     if mode == "seq-mean-token-mean":
         return float(torch.stack([row.mean() for row in rows]).mean())
     total = float(torch.stack([row.sum() for row in rows]).mean())
-    return total / 10 if mode == "seq-mean-token-sum-norm" else total
+    return total / LOSS_SCALE if mode == "seq-mean-token-sum-norm" else total
 
 
 def _laws(entry: Entry, engine: EngineBackend, batch: Mapping[str, Any]) -> Deviation | None:
@@ -169,6 +169,6 @@ class _PolicyGradient:
             "token-mean": 1 / mask.sum(),
             "seq-mean-token-mean": 1 / lengths / info.global_batch_size,
             "seq-mean-token-sum": torch.tensor(1 / info.global_batch_size),
-            "seq-mean-token-sum-norm": torch.tensor(1 / info.global_batch_size / 10),
+            "seq-mean-token-sum-norm": torch.tensor(1 / info.global_batch_size / LOSS_SCALE),
         }[self.agg]
         return torch.where(mask, per_token * weight, 0.0).sum(), MetricSet()

@@ -20,20 +20,27 @@ from verl.config.actor import LOSS_AGG_MODES
 from verl.protocol import DataProto
 from verl.schema import FIELDS
 from verl.selftest.backends import Backend
-from verl.selftest.batches import Fields, add_fields
+from verl.selftest.batches import REWARD_COMPONENTS, Fields, add_fields
 from verl.selftest.cuts import PLAIN, Cut, apply_cut, soil, undo
 from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage
 from verl.workers.losses import ActorLoss, actor_loss, critic_loss, sft_loss
 
 #: names that stand for the same KL estimate as another
 _KL_ALIASES = frozenset({"kl", "mse", "low_var_kl"})
+#: divisor of seq-mean-token-sum-norm; not given, it is the padded width, which a cut may change
+LOSS_SCALE = 10
 _FIELD_OF_PARAMETER = {"index": "uid"}
+_MADE_BY_ENGINES = frozenset({"values", "old_log_probs", "entropys"})
 
 
 #: Settings under which a small batch exercises what a name is about, by kind and name; the first of each is what the
 #: fast part uses. A batch of 26 tokens would hardly meet a share of 0.0002, or a bound of 3 on a ratio.
 _SETTINGS: dict[tuple[str, str], tuple[dict[str, Any], ...]] = {
     ("estimator", "grpo"): ({}, {"norm_adv_by_std_in_grpo": False}),
+    ("estimator", "grpo_passk"): ({}, {"norm_adv_by_std_in_grpo": False}),
+    ("estimator", "gdpo"): ({}, {"gdpo_reward_keys": REWARD_COMPONENTS}),
+    ("estimator", "gae"): ({}, {"lam_critic": 1.0, "length_adaptive_alpha": 0.5}),
+    ("estimator", "gigpo"): ({}, {"gigpo.mode": "mean_std_norm"}),
     ("loss", "vanilla"): ({"clip_ratio_high": 0.1, "clip_ratio_c": 1.2},),
     ("loss", "gspo"): ({"clip_ratio_low": 0.02, "clip_ratio_high": 0.03},),
     ("loss", "gspo_token"): ({"clip_ratio_low": 0.02, "clip_ratio_high": 0.03},),
@@ -162,7 +169,7 @@ def prepare(entry: Entry, base: Mapping[str, Any]) -> Fields:
     """The batch of an entry: the base, and whatever else its parameters name."""
     batch = dict(base)
     if entry.kind == "estimator":
-        add_fields(batch, estimator_fields(entry.name) - {"values", "old_log_probs"})
+        add_fields(batch, estimator_fields(entry.name) - _MADE_BY_ENGINES)
         return batch
     loss = build_loss(entry)
     if loss is None:
@@ -186,10 +193,11 @@ def build_loss(entry: Entry) -> Any:
     if entry.kind == "value":
         critic = CriticConfig()
         critic.loss_agg_mode = entry.agg
+        critic.loss_scale_factor = LOSS_SCALE
         return critic_loss(critic)
     actor = ActorConfig()
     actor.loss_agg_mode = entry.agg
-    actor.loss_scale_factor = 10  # not given, it is the padded width, which a cut may change
+    actor.loss_scale_factor = LOSS_SCALE
     if entry.kind == "loss":
         actor.policy_loss.loss_mode = entry.name
         _set(actor, entry.settings)
@@ -237,7 +245,8 @@ def _run_estimator(entry: Entry, backend: Backend, whole: Fields, cut: Cut) -> O
     """A step as the trainer takes it: old log-probabilities, values, advantages of the whole batch, update."""
     mine = _share(whole, backend, cut)
     tensors = tensors_of(mine)
-    made = {"old_log_probs": backend.forward("lm", tensors, cut)["log_probs"]}
+    out = backend.forward("lm", tensors, cut)
+    made = {"old_log_probs": out["log_probs"], "entropys": out["entropys"]}
     if "values" in estimator_fields(entry.name):
         made["values"] = backend.forward("value", tensors, cut)["values"]
     everyone = {**whole, **backend.gather(made)}
@@ -248,7 +257,9 @@ def _run_estimator(entry: Entry, backend: Backend, whole: Fields, cut: Cut) -> O
     results = estimate(config, everyone)
     outcome = Outcome(fields={name: undo(value, cut) for name, value in results.items()})
     outcome.fields |= {name: undo(backend.gather({name: value})[name], cut) for name, value in made.items()}
-    _update(outcome, backend, "lm", _share({**everyone, **results}, backend, cut), actor_loss(ActorConfig()), cut)
+    trained = {**everyone, **results}
+    trained.pop("rollout_is_weights", None)  # they would scale the loss, which is to tell of the advantages alone
+    _update(outcome, backend, "lm", _share(trained, backend, cut), actor_loss(ActorConfig()), cut)
     return outcome
 
 
@@ -300,11 +311,13 @@ def complete_base(backend: Backend, base: Fields) -> Fields:
     batch = dict(base)
     tensors = tensors_of(base)
     mask = base["response_mask"] != 0
+    policy = backend.forward("lm", tensors, PLAIN)
     near = {
-        "old_log_probs": backend.forward("lm", tensors, PLAIN)["log_probs"],
+        "old_log_probs": policy["log_probs"],
         "values": backend.forward("value", tensors, PLAIN)["values"],
     }
     near |= {"ref_log_prob": near["old_log_probs"], "rollout_log_probs": near["old_log_probs"]}
+    batch["entropys"] = policy["entropys"]
     for number, (name, value) in enumerate(sorted(near.items())):
         noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(number + 1))
         # The squared distance from the reference loses digits as it gets smaller.

@@ -37,6 +37,13 @@ _ESTIMATORS: dict[str, frozenset[str]] = {
     "grpo_passk": frozenset({"group-shift", "scale-free", "tied"}),
     "reinforce_plus_plus": frozenset({"shift", "scale-free"}),
     "reinforce_plus_plus_baseline": frozenset({"group-shift", "scale-free", "tied"}),
+    "gdpo": frozenset({"group-shift", "scale-free", "tied"}),
+    "maxrl": frozenset({"scale-free", "tied", "centred"}),
+    "gigpo": frozenset({"group-shift", "scale", "tied"}),
+    "spo": frozenset({"shift", "scale-free"}),
+    # no shift: where one response of a group is left, its baseline is 0
+    "optimal_token_baseline": frozenset({"scale"}),
+    "tir_optimal_token_baseline": frozenset({"scale"}),
     "gae": frozenset({"scale-free-at-zero-values"}),
 }
 

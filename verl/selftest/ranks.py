@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import sys
 from collections.abc import Sequence
@@ -60,7 +61,10 @@ def check_on_ranks(work: Work, world: int, directory: Path) -> list[Finding]:
     """
     directory.mkdir(parents=True, exist_ok=True)
     torch.save(work, directory / "work.pt")
-    mp.spawn(_rank_main, (world, free_port("127.0.0.1"), str(directory), list(sys.path)), nprocs=world)
+    # A server that has imported everything once makes each rank a cheap copy; it ends with this process.
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    arguments = world, free_port("127.0.0.1"), str(directory), list(sys.path)
+    mp.start_processes(_rank_main, arguments, nprocs=world, start_method="forkserver")
     findings: list[Finding] = torch.load(directory / "findings.pt", weights_only=False)
     return findings
 
