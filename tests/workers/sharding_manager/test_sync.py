@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,6 +98,24 @@ def test_sharded_parameters_stream_in_buckets(model: torch.nn.Module, tmp_path: 
     logits = reference_logits(model, prompt, completion.token_ids)
     expected = logits.log_softmax(-1)[torch.arange(5), torch.tensor(completion.token_ids)]
     torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=1e-5, rtol=0)
+
+
+def test_streamed_tensors_are_given_up_bucket_by_bucket(model: torch.nn.Module, tmp_path: Path) -> None:
+    """Otherwise a second model would pile up while weights are handed over."""
+    drawn: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    class Watched(ShardedSource):
+        def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in super().named_tensors():
+                drawn.append(weakref.ref(tensor))
+                yield name, tensor
+                del tensor
+                alive.append(sum(ref() is not None for ref in drawn))
+
+    WeightSync(Watched(model), make_engine(model, tmp_path), bucket_bytes=1).sync(1)
+    assert len(alive) == 21
+    assert max(alive) <= 2  # the bucket being filled and its only predecessor
 
 
 def test_versions_must_increase(model: torch.nn.Module, tmp_path: Path) -> None:

@@ -1,8 +1,25 @@
-"""The hand-over of weights between training and generation, which share one set of parameters where they can."""
+"""The hand-over of weights between training and generation, which share one set of parameters where they can.
+
+``sync`` joins a source, a transport and a sink; ``colocated``, ``broadcast`` and ``disk`` are the transports;
+``layout``, ``reshard`` and ``resharder`` change how a model is cut over ranks; ``bindings`` says which engines fit.
+"""
 
 from __future__ import annotations
 
-from verl.workers.sharding_manager.base import SyncReport, WeightSource
-from verl.workers.sharding_manager.sync import WeightSync
+from verl.workers.sharding_manager.base import SendReport, SyncReport, WeightSink, WeightSource
+from verl.workers.sharding_manager.bindings import SHARDING_MANAGERS, make_sharding_manager
+from verl.workers.sharding_manager.sync import WeightReceiver, WeightSender, WeightSync
+from verl.workers.sharding_manager.transport import Transport
 
-__all__ = ["SyncReport", "WeightSource", "WeightSync"]
+__all__ = [
+    "SHARDING_MANAGERS",
+    "SendReport",
+    "SyncReport",
+    "Transport",
+    "WeightReceiver",
+    "WeightSender",
+    "WeightSink",
+    "WeightSource",
+    "WeightSync",
+    "make_sharding_manager",
+]

@@ -1,8 +1,8 @@
-"""What the hand-over of weights needs from the training side, and what it reports."""
+"""What the hand-over of weights needs from both sides, and what it reports."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,9 +21,36 @@ class WeightSource(Protocol):
         ...
 
 
+class OwnedMemory(Protocol):
+    """The part of ``RolloutMemory`` that reports need."""
+
+    @property
+    def owned_weights(self) -> int: ...
+
+    @property
+    def aliased_weights(self) -> int: ...
+
+
+class WeightSink(Protocol):
+    """The part of a rollout engine that takes weights; every ``RolloutEngine`` is one."""
+
+    @property
+    def policy_version(self) -> int: ...
+
+    async def begin_update(self, version: int) -> None: ...
+
+    async def load(self, bucket: Iterable[tuple[str, torch.Tensor]], *, live: bool = True) -> None: ...
+
+    async def end_update(self) -> None: ...
+
+    async def checksums(self, source: Mapping[str, torch.Tensor] | None = None) -> dict[str, str]: ...
+
+    def memory(self) -> OwnedMemory: ...
+
+
 @dataclass(frozen=True)
 class SyncReport:
-    """One hand-over.
+    """One hand-over, as the receiving side sees it.
 
     Attributes:
         version: policy version that the rollout has now.
@@ -32,6 +59,7 @@ class SyncReport:
         bytes_shared: bytes that the rollout reads in the training engine's own memory.
         tensors: weights handed over.
         buckets: calls to the rollout's ``load``.
+        changed: weights that differ from the last hand-over; None when nobody looked.
     """
 
     version: int
@@ -40,6 +68,7 @@ class SyncReport:
     bytes_shared: int
     tensors: int
     buckets: int
+    changed: int | None = None
 
     def metrics(self) -> dict[str, float]:
         """The report's numbers under the names of the metrics glossary."""
@@ -50,3 +79,22 @@ class SyncReport:
             "weight_sync/shared_mb": self.bytes_shared / 2**20,
             "weight_sync/buckets": float(self.buckets),
         }
+
+
+@dataclass(frozen=True)
+class SendReport:
+    """One hand-over, as a sending side in another process sees it.
+
+    Attributes:
+        version: policy version that was sent.
+        seconds: wall time until everything was on its way.
+        bytes_sent: bytes written to the transport; 0 on a rank that only takes part in the source's collectives.
+        tensors: weights sent.
+        changed: as in :class:`SyncReport`.
+    """
+
+    version: int
+    seconds: float
+    bytes_sent: int
+    tensors: int
+    changed: int | None = None

@@ -1,4 +1,4 @@
-"""Weight hand-over inside one process: live parameters where the rollout can read them, buckets otherwise."""
+"""Weight hand-over: a source, a transport, a sink."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from verl import envs
 from verl.errors import WeightSyncError
-from verl.workers.rollout.base import RolloutEngine, run_blocking
-from verl.workers.sharding_manager.base import SyncReport, WeightSource
+from verl.workers.rollout.base import run_blocking
+from verl.workers.sharding_manager.base import SendReport, SyncReport, WeightSink, WeightSource
+from verl.workers.sharding_manager.colocated import ColocatedTransport
+from verl.workers.sharding_manager.fingerprint import ChangeDetector, OnUnchanged
+from verl.workers.sharding_manager.transport import Transport, Weights
 
 logger = logging.getLogger(__name__)
-
-Bucket = list[tuple[str, torch.Tensor]]
 
 
 class WeightSync:
@@ -32,77 +34,59 @@ class WeightSync:
         source: the training engine.
         sink: the rollout engine.
         bucket_bytes: size of a bucket when streaming (``rollout.update_weights_bucket_megabytes``).
+        on_unchanged: ``"warn"`` or ``"error"`` when an optimizer step changed no weight; costs one read of all weights.
     """
 
-    def __init__(self, source: WeightSource, sink: RolloutEngine, *, bucket_bytes: int = 512 << 20) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        sink: WeightSink,
+        *,
+        bucket_bytes: int = 512 << 20,
+        on_unchanged: OnUnchanged = "ignore",
+    ) -> None:
         if bucket_bytes < 1:
             raise WeightSyncError(f"bucket_bytes={bucket_bytes}: a bucket needs a positive size")
         self.source = source
         self.sink = sink
         self.bucket_bytes = bucket_bytes
+        self.changes = ChangeDetector(on_unchanged)
         self.last_report: SyncReport | None = None
 
-    def sync(self, version: int) -> dict[str, float]:
+    def sync(self, version: int, *, stepped: bool = True) -> dict[str, float]:
         """Hand over the current weights as policy ``version``. Collective over the source's ranks.
+
+        Args:
+            version: higher than the rollout's.
+            stepped: the optimizer made a step since the last hand-over.
 
         Returns:
             Metrics: version, seconds, megabytes copied and shared, buckets.
 
         Raises:
-            WeightSyncError: the version does not increase, names or shapes do not match, or checksums differ.
+            WeightSyncError: the version does not increase, names or shapes do not match, checksums differ, or nothing
+                changed where that is to be an error.
         """
-        return run_blocking(self.sync_async(version)).metrics()
+        return run_blocking(self.sync_async(version, stepped=stepped)).metrics()
 
-    async def sync_async(self, version: int) -> SyncReport:
+    async def sync_async(self, version: int, *, stepped: bool = True) -> SyncReport:
         """:meth:`sync` for callers inside an event loop."""
         if version <= self.sink.policy_version:
             raise WeightSyncError(
                 f"weights of version {version} were offered, but the rollout already has version "
                 f"{self.sink.policy_version}; versions must increase with every hand-over"
             )
-        started = time.perf_counter()
         live = self.source.local_tensors()
-        tensors = buckets = 0
-        await self.sink.begin_update(version)
-        try:
-            if live is not None:
-                tensors, buckets = len(live), 1
-                await self.sink.load(live.items(), live=True)
-            else:
-                for bucket in self._buckets():
-                    await self.sink.load(bucket, live=False)
-                    tensors, buckets = tensors + len(bucket), buckets + 1
-        except BaseException:
-            with contextlib.suppress(WeightSyncError):  # it misses weights, which the error in flight explains
-                await self.sink.end_update()
-            raise
-        await self.sink.end_update()
-        memory = self.sink.memory()
-        report = SyncReport(
-            version=version,
-            seconds=time.perf_counter() - started,
-            bytes_copied=memory.owned_weights,
-            bytes_shared=memory.aliased_weights,
-            tensors=tensors,
-            buckets=buckets,
-        )
+        weights: Weights = live.items() if live is not None else self.source.named_tensors()
+        transport = ColocatedTransport(self.bucket_bytes)
+        transport.send(version, self.changes.watch(weights), live=live is not None)
+        report = await _deliver(transport, self.sink)
+        report = replace(report, changed=self.changes.finish(version, stepped=stepped))
         self.last_report = report
         if envs.get("VERL_SYNC_CHECK"):
             await self._check(live)
         logger.debug("weights handed over: %s", report)
         return report
-
-    def _buckets(self) -> Iterator[Bucket]:
-        bucket: Bucket = []
-        size = 0
-        for name, tensor in self.source.named_tensors():
-            if bucket and size + tensor.nbytes > self.bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append((name, tensor))
-            size += tensor.nbytes
-        if bucket:
-            yield bucket
 
     async def _check(self, live: dict[str, torch.Tensor] | None) -> None:
         """Compare digests of what the source has with what the sink uses."""
@@ -113,10 +97,125 @@ class WeightSync:
             for name, tensor in self.source.named_tensors():
                 for key, digest in (await self.sink.checksums({name: tensor})).items():
                     expected.setdefault(key, digest)
-        actual = await self.sink.checksums()
-        wrong = sorted(name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name))
-        if wrong:
-            raise WeightSyncError(
-                f"after the hand-over {len(wrong)} of {len(actual)} weights differ between training and rollout: "
-                f"{', '.join(wrong[:5])}; the rollout would generate with another policy"
-            )
+        _compare(expected, await self.sink.checksums())
+
+
+class WeightSender:
+    """The training side of a hand-over to other processes. Every rank of the training engine makes one.
+
+    Args:
+        source: the training engine.
+        transport: to the rollout; None on ranks that only take part in gathering the tensors.
+        on_unchanged: as in :class:`WeightSync`.
+    """
+
+    def __init__(
+        self, source: WeightSource, transport: Transport | None, *, on_unchanged: OnUnchanged = "ignore"
+    ) -> None:
+        self.source = source
+        self.transport = transport
+        self.changes = ChangeDetector(on_unchanged)
+
+    def send(self, version: int, *, stepped: bool = True) -> SendReport:
+        """Send the current weights as policy ``version``. Collective over the source's ranks.
+
+        Raises:
+            WeightSyncError: the version does not increase, a receiver is gone, or nothing changed where that is to be
+                an error; receivers then have the version already.
+        """
+        started = time.perf_counter()
+        count = 0
+
+        def counted(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal count
+            for item in weights:
+                count += 1
+                yield item
+
+        live = self.source.local_tensors()
+        weights = counted(self.changes.watch(live.items() if live is not None else self.source.named_tensors()))
+        sent = 0
+        if self.transport is not None:
+            sent = self.transport.send(version, weights, live=live is not None)
+        else:
+            for _ in weights:
+                pass
+        changed = self.changes.finish(version, stepped=stepped)
+        report = SendReport(version, time.perf_counter() - started, sent, count, changed)
+        logger.debug("weights sent: %s", report)
+        return report
+
+
+class WeightReceiver:
+    """The rollout side of a hand-over from another process.
+
+    With ``VERL_SYNC_CHECK=1`` the rollout's weights are compared with what arrived; where the sender has the variable
+    set too, the transport checks that this is what was sent.
+
+    Args:
+        sink: the rollout engine.
+        transport: from the trainer.
+    """
+
+    def __init__(self, sink: WeightSink, transport: Transport) -> None:
+        self.sink = sink
+        self.transport = transport
+        self.last_report: SyncReport | None = None
+
+    def receive(self) -> SyncReport:
+        """Wait for weights newer than the rollout's and load them.
+
+        Raises:
+            WeightSyncError: nothing came in time, the sender failed half way, names or shapes do not match, or
+                checksums differ.
+        """
+        return run_blocking(self.receive_async())
+
+    async def receive_async(self) -> SyncReport:
+        """:meth:`receive` for callers inside an event loop; blocks the loop, in which nothing may be in flight."""
+        report = await _deliver(self.transport, self.sink, check=bool(envs.get("VERL_SYNC_CHECK")))
+        self.last_report = report
+        logger.debug("weights received: %s", report)
+        return report
+
+
+async def _deliver(transport: Transport, sink: WeightSink, *, check: bool = False) -> SyncReport:
+    """Load one version from a transport into a rollout engine."""
+    started = time.perf_counter()
+    delivery = transport.receive(newer_than=sink.policy_version)
+    tensors = buckets = 0
+    expected: dict[str, str] = {}
+    await sink.begin_update(delivery.version)
+    try:
+        with contextlib.closing(delivery.buckets) as arriving:  # at once on an error: the sender must not wait for us
+            for bucket in arriving:
+                if check:
+                    for key, digest in (await sink.checksums(dict(bucket))).items():
+                        expected.setdefault(key, digest)
+                await sink.load(bucket, live=delivery.live)
+                tensors, buckets = tensors + len(bucket), buckets + 1
+    except BaseException:
+        with contextlib.suppress(WeightSyncError):  # it misses weights, which the error in flight explains
+            await sink.end_update()
+        raise
+    await sink.end_update()
+    if check:
+        _compare(expected, await sink.checksums())
+    memory = sink.memory()
+    return SyncReport(
+        version=delivery.version,
+        seconds=time.perf_counter() - started,
+        bytes_copied=memory.owned_weights,
+        bytes_shared=memory.aliased_weights,
+        tensors=tensors,
+        buckets=buckets,
+    )
+
+
+def _compare(expected: dict[str, str], actual: dict[str, str]) -> None:
+    wrong = sorted(name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name))
+    if wrong:
+        raise WeightSyncError(
+            f"after the hand-over {len(wrong)} of {len(actual)} weights differ between training and rollout: "
+            f"{', '.join(wrong[:5])}; the rollout would generate with another policy"
+        )

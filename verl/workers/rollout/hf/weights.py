@@ -172,14 +172,16 @@ class ModuleWeights:
                 )
             before = self._received.get(id(weight))
             if before is not None:  # the second name of a tied weight
-                if before.data_ptr() != tensor.data_ptr() and not torch.equal(before.to(tensor), tensor):
+                if before.data_ptr() != tensor.data_ptr() and not torch.equal(before, tensor.to(before)):
                     raise WeightSyncError(
                         f"{' and '.join(weight.names)} are tied in the rollout but arrived with different values; "
                         "check tie_word_embeddings of the model configuration"
                     )
                 continue
-            self._received[id(weight)] = tensor
             self._store(weight, tensor, live=live)
+            # what a stream gives is only valid now, and would take the memory of a second model if it were kept
+            assert weight.current is not None
+            self._received[id(weight)] = tensor if live else weight.current
 
     def end(self) -> None:
         """Finish the update.

@@ -1,0 +1,33 @@
+"""Which engines can be joined."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.workers.rollout.helpers import make_engine, make_model
+from tests.workers.sharding_manager.test_fingerprint import Source
+from verl.errors import ConfigError
+from verl.workers.rollout import ROLLOUT_ENGINES
+from verl.workers.sharding_manager import SHARDING_MANAGERS, make_sharding_manager
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_fsdp_and_hf_share_their_weights(strategy: str, tmp_path: Path) -> None:
+    model = make_model("qwen2")
+    engine = make_engine(model, tmp_path)
+    manager = make_sharding_manager(strategy, "hf", Source(model, live=True), engine, on_unchanged="error")
+    metrics = manager.sync(1)
+    assert (metrics["weight_sync/version"], metrics["weight_sync/copied_mb"]) == (1, 0)
+    assert engine.policy_version == 1
+
+
+def test_pairs_name_rollouts_that_exist() -> None:
+    assert {pair.split("/")[1] for pair in SHARDING_MANAGERS} <= set(ROLLOUT_ENGINES)
+
+
+def test_a_pair_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    model = make_model("qwen2")
+    with pytest.raises(ConfigError, match=r"'tpu' cannot hand weights to rollout.name='hf'; pairs that can: .*fsdp/hf"):
+        make_sharding_manager("tpu", "hf", Source(model, live=True), make_engine(model, tmp_path))

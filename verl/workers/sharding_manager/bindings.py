@@ -1,0 +1,68 @@
+"""Which training backends hand weights to which rollout engines, and how: one entry per pair that exists."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from verl.errors import ConfigError
+from verl.utils.registry import Registry
+from verl.workers.sharding_manager.base import WeightSink, WeightSource
+from verl.workers.sharding_manager.fingerprint import OnUnchanged
+from verl.workers.sharding_manager.sync import WeightSync
+
+
+class ShardingManager(Protocol):
+    """Hands the weights of a training engine to a rollout engine of the same worker."""
+
+    def sync(self, version: int, *, stepped: bool = True) -> dict[str, float]:
+        """See :meth:`WeightSync.sync`."""
+        ...
+
+
+class MakeShardingManager(Protocol):
+    """Joins two engines; an entry of :data:`SHARDING_MANAGERS`."""
+
+    def __call__(
+        self, source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on_unchanged: OnUnchanged
+    ) -> ShardingManager: ...
+
+
+#: "training backend/rollout engine" -> how to join them. Both FSDP strategies are the backend ``fsdp``.
+SHARDING_MANAGERS: Registry[MakeShardingManager] = Registry("pair of training backend and rollout engine")
+
+_BACKENDS = {"fsdp": "fsdp", "fsdp2": "fsdp"}
+
+
+@SHARDING_MANAGERS.register("fsdp/hf")
+def fsdp_hf(source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on_unchanged: OnUnchanged) -> ShardingManager:
+    """Every rank generates with the whole model: aliases on one rank, whole tensors in buckets on several."""
+    return WeightSync(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
+
+
+def make_sharding_manager(
+    strategy: str,
+    rollout: str,
+    source: WeightSource,
+    sink: WeightSink,
+    *,
+    bucket_bytes: int = 512 << 20,
+    on_unchanged: OnUnchanged = "ignore",
+) -> ShardingManager:
+    """Join a training engine and a rollout engine of one worker.
+
+    Args:
+        strategy: ``actor.strategy``.
+        rollout: ``rollout.name``.
+        source, sink: the engines.
+        bucket_bytes, on_unchanged: see :class:`WeightSync`.
+
+    Raises:
+        ConfigError: there is no such pair.
+    """
+    pair = f"{_BACKENDS.get(strategy, strategy)}/{rollout}"
+    if pair not in SHARDING_MANAGERS:
+        raise ConfigError(
+            f"actor.strategy={strategy!r} cannot hand weights to rollout.name={rollout!r}; pairs that can: "
+            f"{', '.join(sorted(SHARDING_MANAGERS))}"
+        )
+    return SHARDING_MANAGERS[pair](source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
