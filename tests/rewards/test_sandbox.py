@@ -22,7 +22,7 @@ from verl.rewards.sandbox.local import LocalSandbox
 from verl.rewards.sandbox.pool import SandboxPool
 from verl.rewards.sandbox.spec import Isolation, Limits, ProgramResult, Status
 
-LIMITS = Limits(cpu_s=1, wall_s=4, memory_mb=400, file_mb=4, folder_mb=8, processes=8, output_kb=64)
+LIMITS = Limits(cpu_s=1, wall_s=2.5, memory_mb=400, file_mb=4, folder_mb=8, processes=8, output_kb=64)
 PYTHON = [sys.executable, "-I"]
 ROOT = Path(__file__).parents[2]
 
@@ -236,6 +236,33 @@ def test_folders_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert list(tmp_path.iterdir()) == []
 
 
+CONTROLLER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from verl.rewards.sandbox.local import LocalSandbox
+from verl.rewards.sandbox.spec import Limits
+with LocalSandbox(Limits(wall_s=3.0), sys.argv[3]) as box:
+    print("ready", flush=True)
+    box.run([sys.executable, "-I", sys.argv[2]], files={sys.argv[2]: "import time; time.sleep(60)"})
+"""
+
+
+def test_nothing_outlives_a_controller_that_is_killed(box: LocalSandbox) -> None:
+    name = f"orphan-{secrets.token_hex(6)}.py"
+    arguments = [sys.executable, "-c", CONTROLLER, str(ROOT), name, str(box.isolation)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as controller:
+        assert controller.stdout is not None
+        assert controller.stdout.readline() == b"ready\n"
+        deadline = time.monotonic() + 20
+        while len(processes_with(name)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)  # the controller has the name in its arguments too
+        controller.kill()
+    deadline = time.monotonic() + 10
+    while processes_with(name) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes_with(name) == []
+
+
 def test_isolation_that_does_not_exist() -> None:
     with pytest.raises(ConfigError, match="choose one of auto, namespaces, landlock, guard"):
         LocalSandbox(isolation="jail")
@@ -248,7 +275,7 @@ from verl.errors import ConfigError
 from verl.rewards.sandbox.local import LocalSandbox
 from verl.rewards.sandbox.spec import Limits
 from tests.rewards import hostile
-limits = Limits(cpu_s=1, wall_s=4, memory_mb=400, processes=8)
+limits = Limits(cpu_s=1, wall_s=2.5, memory_mb=400, processes=8)
 try:
     with LocalSandbox(limits, sys.argv[2]) as box:
         def run(source, stdin=""):

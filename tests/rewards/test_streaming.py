@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from tests.rewards.batches import TOKENIZER, batch
 from verl.errors import ConfigError, RewardError
 from verl.rewards import RewardOutcome, Sample, ScoringOptions, StreamingRewardManager, make_sample
+from verl.rewards.function import ScoreFunction
 from verl.rewards.managers import DAPORewardManager, NaiveRewardManager
 
 
@@ -100,8 +102,16 @@ def test_time_limits_and_errors_are_outcomes() -> None:
     manager.close()
 
 
-def test_in_processes() -> None:
-    manager = streaming(_in_a_process, num_workers=2, timeout_s=60.0)
+def test_in_processes(tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import os\n"
+        "def score(solution_str, **_):\n"
+        "    if solution_str == 'die':\n"
+        "        os._exit(3)\n"
+        "    return float(solution_str)\n"
+    )
+    manager = streaming(ScoreFunction.from_file(str(path), "score"), num_workers=2, timeout_s=60.0)
     try:
         outcomes = [f.result(120) for f in [manager.submit(sample(t)) for t in ("1", "die", "2")]]
         assert [str(o.kind) for o in outcomes] == ["score", "error", "score"]
@@ -109,14 +119,6 @@ def test_in_processes() -> None:
         manager.close()
     with pytest.raises(ConfigError, match="cannot be sent to a worker process"):
         streaming(lambda **k: 1.0, num_workers=2).submit(sample("1"))
-
-
-def _in_a_process(solution_str: str, **_: Any) -> float:
-    if solution_str == "die":
-        import os
-
-        os._exit(3)
-    return float(solution_str)
 
 
 def test_a_batch_uses_the_outcomes_that_are_already_there() -> None:

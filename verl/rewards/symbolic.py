@@ -68,6 +68,7 @@ def verify(answer: str, reference: str) -> float:
     from math_verify import parse
     from math_verify import verify as same
 
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of having no time limit; it has one, outside
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if soft == resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, hard))
