@@ -52,6 +52,7 @@ class TaskRunner:
         from verl.checkpoint.manager import CheckpointManager
         from verl.models.loading import import_external_lib
         from verl.rewards import load_reward_manager
+        from verl.trainer.ppo.checks import check_algorithm
         from verl.trainer.ppo.placement import build_worker_groups
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.trainer.ppo.scoring import Scorer
@@ -64,8 +65,11 @@ class TaskRunner:
         self.check_devices()
         model = config.actor_rollout_ref.model
         import_external_lib(model.external_lib)  # estimators and reward managers run in this process
+        check_algorithm(config, self.source_fields)
         tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
         reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
+        if hasattr(reward_fn, "close"):  # those of users need not have it
+            self._at_end.callback(reward_fn.close)
         train_loader = self.build_train_loader(tokenizer)
         val_loader = self.build_val_loader(tokenizer)
         total_steps = steps_in_run(len(train_loader), trainer.total_epochs, trainer.total_training_steps)
@@ -75,6 +79,8 @@ class TaskRunner:
         tracker = self.build_tracker(total_steps)
         self._at_end.callback(tracker.finish)
 
+        if trainer.controller == "ray":
+            self._at_end.enter_context(ray_session(config))
         groups = build_worker_groups(config, self.device, total_steps)
         self._at_end.callback(groups.shutdown)
         scorer = Scorer(reward_fn, groups.reward_model)
@@ -106,15 +112,21 @@ class TaskRunner:
             kl_ctrl=get_kl_controller(config.algorithm.kl_ctrl),
         )
 
+    @property
+    def source_fields(self) -> frozenset[str]:
+        """What the estimator wants that only the source can make."""
+        from verl.algorithms.registry import fields_needed, get_adv_estimator_fn
+
+        needed = fields_needed(get_adv_estimator_fn(self.config.algorithm.adv_estimator))
+        return needed & {"reward_baselines"}
+
     def build_source(self, dataloader: Any, rollout: WorkerGroup, scorer: Scorer) -> Source:
         """Where training batches come from: generation on request, with the groups filtered where configured."""
-        from verl.algorithms.registry import fields_needed, get_adv_estimator_fn
         from verl.trainer.ppo.group_filter import GroupFilter
         from verl.trainer.ppo.sources import SyncSource
 
         algorithm, n = self.config.algorithm, self.config.actor_rollout_ref.rollout.n
-        needed = fields_needed(get_adv_estimator_fn(algorithm.adv_estimator))
-        source = SyncSource(dataloader, rollout, n, scorer, greedy_baselines="reward_baselines" in needed)
+        source = SyncSource(dataloader, rollout, n, scorer, greedy_baselines="reward_baselines" in self.source_fields)
         chosen = algorithm.filter_groups
         if not chosen.enable:
             return source
@@ -193,12 +205,7 @@ class TaskRunner:
 
 def run_ppo(config: PPOConfig) -> None:
     """Run on Ray, joining a running cluster or starting a local one, or in this process alone."""
-    runner = TaskRunner(config)
-    if config.trainer.controller == "local":
-        runner.run()
-        return
-    with ray_session(config):
-        runner.run()
+    TaskRunner(config).run()
 
 
 @contextmanager

@@ -14,13 +14,13 @@ import torch
 
 from verl.algorithms.correction import correct_rollout
 from verl.algorithms.kl import KLController
-from verl.algorithms.registry import fields_needed, get_adv_estimator_fn, make_state
+from verl.algorithms.registry import get_adv_estimator_fn, make_state
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.state import DATALOADER_STATE, TRAINER_STATE, load_state, save_state
 from verl.config import PPOConfig
-from verl.errors import CheckpointError, ConfigError, RewardError
+from verl.errors import CheckpointError, RewardError
 from verl.protocol import DataProto
-from verl.schema import STAGES, check_batch
+from verl.schema import check_batch
 from verl.single_controller.base import WorkerGroup
 from verl.trainer.ppo.advantage import (
     apply_kl_penalty,
@@ -28,6 +28,7 @@ from verl.trainer.ppo.advantage import (
     compute_response_mask,
     prepare_policy_loss,
 )
+from verl.trainer.ppo.checks import check_algorithm
 from verl.trainer.ppo.metrics import compute_step_metrics
 from verl.trainer.ppo.mismatch import MismatchMonitor
 from verl.trainer.ppo.scoring import describe_samples, dump_samples, outcomes, reported
@@ -90,10 +91,10 @@ class RayPPOTrainer:
         self.ref = ref
         self.process_reward = process_reward
         self.validator = validator
+        check_algorithm(config, source.fields)
         self.step = 0
         self.mismatch = MismatchMonitor(config.algorithm.rollout_correction.report_threshold)
         self.estimator_state = make_state(get_adv_estimator_fn(config.algorithm.adv_estimator), config.algorithm)
-        self._check_estimator()
 
     def fit(self) -> None:
         """Run the training: generate, score, estimate advantages, update, hand the new weights over."""
@@ -320,19 +321,6 @@ class RayPPOTrainer:
             self.checkpoints.delete(directory)
 
     # ---- helpers -------------------------------------------------------------------------------------------
-
-    def _check_estimator(self) -> None:
-        name = self.config.algorithm.adv_estimator
-        available = {*STAGES["rollout"], "rollout_log_probs", "uid", "token_level_scores", "token_level_rewards"}
-        available |= {"old_log_probs", *self.source.fields}
-        available |= {"values"} if self.critic else set()
-        available |= {"ref_log_prob"} if self.ref else set()
-        available |= {"process_rewards"} if self.process_reward else set()
-        if missing := fields_needed(get_adv_estimator_fn(name)) - available:
-            raise ConfigError(
-                f"algorithm.adv_estimator={name}: needs {', '.join(sorted(missing))}, which nothing in this run makes"
-                + ("; set critic.enable=True" if "values" in missing else "")
-            )
 
     def _arranged(self, batch: DataProto, mini_batch_size: int, dp_size: int, *, shuffle: bool = False) -> DataProto:
         rows = mini_batch_size * self.config.actor_rollout_ref.rollout.n

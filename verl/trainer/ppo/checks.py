@@ -1,0 +1,69 @@
+"""Whether the chosen estimator and loss can run with what a run makes; asked before anything is started."""
+
+from __future__ import annotations
+
+from verl.algorithms.registry import fields_needed, get_adv_estimator_fn
+from verl.config import PPOConfig
+from verl.errors import ConfigError
+from verl.schema import STAGES
+from verl.workers.losses import actor_loss
+
+#: fields that every batch has when advantages are estimated
+_ALWAYS = frozenset(
+    {*STAGES["rollout"], "rollout_log_probs", "old_log_probs", "uid", "token_level_scores", "token_level_rewards"}
+)
+_REMEDIES = {
+    "values": "set critic.enable=True",
+    "ref_log_prob": "set actor_rollout_ref.actor.use_kl_loss=True or algorithm.use_kl_in_reward=True",
+    "process_rewards": "set reward_model.enable=True and reward_model.kind=implicit",
+    "entropys": "set algorithm.rollout_correction.bypass_mode=False",
+}
+
+
+def fields_made(config: PPOConfig) -> frozenset[str]:
+    """Fields that a batch has, as configured, when advantages are estimated."""
+    correction = config.algorithm.rollout_correction
+    made = set(_ALWAYS)
+    if config.use_critic:
+        made.add("values")
+    if config.use_reference_policy:
+        made.add("ref_log_prob")
+    if config.reward_model.implicit:
+        made.add("process_rewards")
+    if not correction.bypass_mode:
+        made.add("entropys")
+        made |= {"rollout_is_weights"} if correction.rollout_is is not None else set()
+    return frozenset(made)
+
+
+def check_algorithm(config: PPOConfig, source_fields: frozenset[str] = frozenset()) -> None:
+    """Check estimator and policy loss: that they exist, that their fields are made, that they do what is asked.
+
+    Args:
+        config: the configuration.
+        source_fields: what the source of batches adds.
+
+    Raises:
+        ConfigError: with the key to change.
+    """
+    name = config.algorithm.adv_estimator
+    made = fields_made(config) | source_fields
+    _check_fields(f"algorithm.adv_estimator={name}", fields_needed(get_adv_estimator_fn(name)) - made)
+    actor = config.actor_rollout_ref.actor
+    loss, key = actor_loss(actor), f"actor_rollout_ref.actor.policy_loss.loss_mode={actor.policy_loss.loss_mode}"
+    _check_fields(key, loss.fields - made - {"advantages", "returns"})
+    correction = config.algorithm.rollout_correction
+    if correction.rollout_is is not None and not correction.bypass_mode and not loss.takes_weights:
+        raise ConfigError(
+            f"algorithm.rollout_correction.rollout_is={correction.rollout_is}: the loss of {key} has no parameter "
+            "rollout_is_weights; add it to the loss, or leave rollout_is out"
+        )
+
+
+def _check_fields(key: str, missing: frozenset[str]) -> None:
+    if missing:
+        remedies = [_REMEDIES[field] for field in sorted(missing) if field in _REMEDIES]
+        raise ConfigError(
+            f"{key}: needs {', '.join(sorted(missing))}, which nothing in this run makes"
+            + "".join(f"; {remedy}" for remedy in remedies)
+        )
