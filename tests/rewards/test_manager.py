@@ -325,3 +325,39 @@ def test_manager_of_a_plug_in(code: str) -> None:
 def test_the_names() -> None:
     for name in ("naive", "batch", "dapo", "prime", "streaming"):
         assert isinstance(get_reward_manager_cls(name), type)
+
+
+def test_keys_as_scripts_write_them() -> None:
+    from verl.config import load_config
+
+    common = ["data.train_files=a.parquet", "data.val_files=a.parquet", "actor_rollout_ref.model.path=m"]
+    loaded = load_config(
+        PPOConfig,
+        overrides=[
+            *common,
+            "reward.on_error=fail",
+            "reward_model.sandbox_fusion.url=http://host:8080/run_code",
+            "reward_model.sandbox_fusion.max_concurrent=64",
+            "reward_model.sandbox_fusion.memory_limit_mb=2048",
+            "reward_model.reward_manager=streaming",
+            "reward_model.max_rpm=600",
+        ],
+    )
+    reward = loaded.reward
+    assert (reward.on_error, reward.on_timeout, reward.on_abstain) == ("stop", "stop", "drop_sample")
+    assert reward.sandbox.url == "http://host:8080/run_code"
+    assert (reward.sandbox.max_concurrent, reward.sandbox.memory_limit_mb) == (64, 2048)
+    built = load_reward_manager(loaded, TOKENIZER)
+    assert type(built).__name__ == "StreamingRewardManager"
+    assert built.scoring.max_rpm == 600
+
+
+@pytest.mark.parametrize("name", ["naive", "prime", "dapo", "streaming"])
+def test_built_in_rules_under_every_manager(name: str) -> None:
+    data = batch(["####7", "####8"], ground_truth="7")
+    data.non_tensor_batch["data_source"][:] = "openai/gsm8k"
+    built = load_reward_manager(config(manager=name), TOKENIZER)
+    try:
+        assert built(data).sum(1).tolist() == [1.0, 0.0]
+    finally:
+        built.close()

@@ -247,10 +247,12 @@ with LocalSandbox(Limits(wall_s=3.0), sys.argv[3]) as box:
 """
 
 
-def test_nothing_outlives_a_controller_that_is_killed(box: LocalSandbox) -> None:
+def test_nothing_outlives_a_controller_that_is_killed(box: LocalSandbox, tmp_path: Path) -> None:
     name = f"orphan-{secrets.token_hex(6)}.py"
     arguments = [sys.executable, "-c", CONTROLLER, str(ROOT), name, str(box.isolation)]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as controller:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    os.chmod(tmp_path, 0o711)
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as controller:
         assert controller.stdout is not None
         assert controller.stdout.readline() == b"ready\n"
         deadline = time.monotonic() + 20
@@ -258,9 +260,10 @@ def test_nothing_outlives_a_controller_that_is_killed(box: LocalSandbox) -> None
             time.sleep(0.02)  # the controller has the name in its arguments too
         controller.kill()
     deadline = time.monotonic() + 10
-    while processes_with(name) and time.monotonic() < deadline:
+    while (processes_with(name) or list(tmp_path.iterdir())) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert processes_with(name) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_isolation_that_does_not_exist() -> None:

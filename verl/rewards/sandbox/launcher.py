@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Sequence
@@ -76,10 +77,19 @@ def _enter(isolation: Isolation, folder: str, readable: Sequence[str]) -> Superv
 
 def main() -> None:
     """Read the set-up, confine, and serve."""
+    launcher = os.getpid()
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     for number in (0, 1):
         os.set_inheritable(number, False)
     setup = json.loads(source.readline())
+    try:
+        _serve(setup, source, sink)
+    finally:
+        if os.getpid() == launcher:  # the controller does it too, unless it was killed
+            shutil.rmtree(setup["folder"], ignore_errors=True)
+
+
+def _serve(setup: dict[str, Any], source: Any, sink: Any) -> None:
     reasons = {}
     for name in setup["isolation"]:
         try:
