@@ -46,8 +46,8 @@ _SETTINGS: dict[tuple[str, str], tuple[dict[str, Any], ...]] = {
     ("loss", "gspo_token"): ({"clip_ratio_low": 0.02, "clip_ratio_high": 0.03},),
     ("loss", "clip_cov"): ({"policy_loss.clip_cov_ratio": 0.2, "policy_loss.clip_cov_lb": 0.05},),
     ("loss", "kl_cov"): ({"policy_loss.kl_cov_ratio": 0.2},),
-    ("loss", "dppo_tv"): ({"clip_ratio_low": 0.02, "clip_ratio_high": 0.02},),
-    ("loss", "dppo_kl"): ({"clip_ratio_low": 0.01, "clip_ratio_high": 0.01},),
+    ("loss", "dppo_tv"): ({"clip_ratio_low": 0.002, "clip_ratio_high": 0.003},),
+    ("loss", "dppo_kl"): ({"clip_ratio_low": 0.0005, "clip_ratio_high": 0.001},),
     ("loss", "bypass_mode"): (
         {},
         {"policy_loss.bypass_loss_type": "reinforce", "policy_loss.bypass_is": "token"},
