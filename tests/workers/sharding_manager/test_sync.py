@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.workers.rollout.helpers import (
     generate,
@@ -102,16 +102,16 @@ def test_sharded_parameters_stream_in_buckets(model: torch.nn.Module, tmp_path: 
 
 def test_streamed_tensors_are_given_up_bucket_by_bucket(model: torch.nn.Module, tmp_path: Path) -> None:
     """Otherwise a second model would pile up while weights are handed over."""
-    drawn: list[weakref.ref[torch.Tensor]] = []
+    drawn: list[StorageWeakRef] = []
     alive: list[int] = []
 
     class Watched(ShardedSource):
         def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in super().named_tensors():
-                drawn.append(weakref.ref(tensor))
+                drawn.append(StorageWeakRef(tensor.untyped_storage()))
                 yield name, tensor
                 del tensor
-                alive.append(sum(ref() is not None for ref in drawn))
+                alive.append(sum(not ref.expired() for ref in drawn))
 
     WeightSync(Watched(model), make_engine(model, tmp_path), bucket_bytes=1).sync(1)
     assert len(alive) == 21
