@@ -56,8 +56,9 @@ class TaskRunner:
         from verl.trainer.ppo.placement import build_worker_groups
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.trainer.ppo.scoring import Scorer
-        from verl.trainer.ppo.sources import steps_in_run
+        from verl.trainer.ppo.sources import NoSource, steps_in_run
         from verl.trainer.ppo.validation import Validator
+        from verl.utils.fs import ensure_writable_dir
         from verl.utils.tokenizer import load_tokenizer
 
         config, trainer = self.config, self.config.trainer
@@ -70,9 +71,12 @@ class TaskRunner:
         reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
         if hasattr(reward_fn, "close"):  # those of users need not have it
             self._at_end.callback(reward_fn.close)
-        train_loader = self.build_train_loader(tokenizer)
+        train_loader = None if trainer.val_only else self.build_train_loader(tokenizer)
         val_loader = self.build_val_loader(tokenizer)
-        total_steps = steps_in_run(len(train_loader), trainer.total_epochs, trainer.total_training_steps)
+        batches = 0 if train_loader is None else len(train_loader)
+        total_steps = steps_in_run(batches, trainer.total_epochs, trainer.total_training_steps)
+        for directory in filter(None, (trainer.rollout_data_dir, trainer.validation_data_dir)):
+            ensure_writable_dir(directory, purpose="directory for samples (trainer.*_data_dir)")
         checkpoints = CheckpointManager.from_config(trainer)
         # a resume path that does not exist is told now, not after the models are loaded
         checkpoints.find(trainer.resume_mode, trainer.resume_from_path)
@@ -103,7 +107,7 @@ class TaskRunner:
             ref=groups.ref,
             critic=groups.critic,
             process_reward=groups.process_reward,
-            source=self.build_source(train_loader, groups.actor_rollout, scorer),
+            source=self.build_source(train_loader, groups.actor_rollout, scorer) if train_loader else NoSource(),
             validator=validator,
             tracker=tracker,
             checkpoints=checkpoints,

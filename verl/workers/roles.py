@@ -375,17 +375,19 @@ class RewardModelWorker(RoleWorker):
 
     Args:
         config: the ``reward_model`` section.
-        policy_tokenizer_path: tokenizer that decodes the policy's responses.
+        policy_model: model whose tokenizer decodes the policy's responses.
         max_length: longest conversation in the reward model's tokens.
     """
 
-    def __init__(self, config: RewardModelConfig, policy_tokenizer_path: str, max_length: int, **runtime: Any) -> None:
+    def __init__(self, config: RewardModelConfig, policy_model: ModelConfig, max_length: int, **runtime: Any) -> None:
         super().__init__(external_lib=config.model.external_lib, **runtime)
         self.config = config
         self.max_length = config.max_length or max_length
         model = config.model
         self.tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
-        self.policy_tokenizer = load_tokenizer(policy_tokenizer_path)
+        self.policy_tokenizer = load_tokenizer(
+            policy_model.tokenizer_path or policy_model.path, trust_remote_code=policy_model.trust_remote_code
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

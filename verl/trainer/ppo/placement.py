@@ -61,20 +61,23 @@ def role_classes(config: PPOConfig, device: str, total_steps: int, wrap: Any) ->
 
     section = config.actor_rollout_ref
     runtime = {"device": device, "seed": config.trainer.seed, "timeout_s": section.nccl_timeout}
-    actor = replace(section.actor, optim=_with_horizon(section.actor.optim, total_steps))
-    role = "actor_rollout_ref" if config.use_reference_policy else "actor_rollout"
+    # the schedule moves with the updates of the role, and during the warm-up of the critic the actor has none
+    actor_steps = max(1, total_steps - config.trainer.critic_warmup)
+    actor = replace(section.actor, optim=_with_horizon(section.actor.optim, actor_steps))
+    trains = not config.trainer.val_only
+    role = "actor_rollout_ref" if config.use_reference_policy and trains else "actor_rollout"
     classes = {"actor_rollout": wrap(ActorRolloutRefWorker, config=replace(section, actor=actor), role=role, **runtime)}
-    if config.use_critic:
+    if config.use_critic and trains:
         critic = replace(config.critic, optim=_with_horizon(config.critic.optim, total_steps))
         classes["critic"] = wrap(CriticWorker, config=critic, rollout_n=section.rollout.n, **runtime)
-    if config.reward_model.implicit:
+    if config.reward_model.implicit and trains:
         model = replace(config.reward_model, optim=_with_horizon(config.reward_model.optim, total_steps))
         classes["process_reward"] = wrap(ImplicitRewardWorker, config=model, rollout_n=section.rollout.n, **runtime)
-    elif config.reward_model.enable:
+    elif config.reward_model.enable and not config.reward_model.implicit:
         classes["reward_model"] = wrap(
             RewardModelWorker,
             config=config.reward_model,
-            policy_tokenizer_path=section.model.tokenizer_path or section.model.path,
+            policy_model=section.model,
             max_length=config.data.max_prompt_length + config.data.max_response_length,
             **runtime,
         )
@@ -99,7 +102,7 @@ def build_worker_groups(config: PPOConfig, device: str, total_steps: int) -> Wor
     actor_rollout = groups["actor_rollout"]
     return WorkerGroups(
         actor_rollout=actor_rollout,
-        ref=actor_rollout if config.use_reference_policy else None,
+        ref=actor_rollout if config.use_reference_policy and not config.trainer.val_only else None,
         critic=groups.get("critic"),
         reward_model=groups.get("reward_model"),
         process_reward=groups.get("process_reward"),

@@ -161,6 +161,24 @@ def _with_baselines(batch: DataProto, samples: int, n: int) -> DataProto:
     return kept
 
 
+class NoSource:
+    """The source of a run that only validates: it has no batches and nothing to remember."""
+
+    epoch = 0
+    fields: frozenset[str] = frozenset()
+
+    def next_batch(self, step: int, timer: StepTimer) -> tuple[DataProto, dict[str, float]]:
+        """Refuse: there is no training data."""
+        raise DataError("this run only validates (trainer.val_only=True) and has no training data")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The place in the training data, which a validation does not need."""
+
+
 def steps_in_run(batches_per_epoch: int, total_epochs: int, total_training_steps: int | None) -> int:
     """Number of steps of a run: the given total, otherwise whole epochs."""
     return total_training_steps or batches_per_epoch * total_epochs
