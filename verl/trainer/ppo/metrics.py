@@ -1,9 +1,9 @@
 """Numbers about a step, from its batch and its clock.
 
 Pure functions: a :class:`~verl.protocol.DataProto` in, a flat ``{name: float}`` out. Everything is masked: what lies
-outside ``response_mask`` does not count. A response without a token in it has no score to speak of and is left out of the
-score and reward statistics: an empty (aborted) one, which ``response/aborted_ratio`` counts, and one for which the reward
-function abstained, which ``reward/abstained`` counts.
+outside ``response_mask`` does not count. A response without a token in it has no score to speak of and is left out of
+the score and reward statistics: an empty (aborted) one, which ``response/aborted_ratio`` counts, and one for which the
+reward function abstained, which ``reward/abstained`` counts.
 
 Every name has a sentence in :data:`GLOSSARY`.
 """
