@@ -306,3 +306,15 @@ def test_missing_and_damaged_state_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "data.pt").write_bytes(b"not a pickle")
     with pytest.raises(CheckpointError, match=r"data\.pt' cannot be read"):
         load_state(tmp_path / "data.pt")
+
+
+def test_a_trained_reward_model_is_kept_as_long_as_the_critic(tmp_path):
+    manager = CheckpointManager(tmp_path, max_critic_ckpt_to_keep=1)
+    for step in (1, 2):
+        with manager.staging(step) as directory:
+            for part in ("actor", "reward_model"):
+                (directory / part).mkdir()
+                (directory / part / "weights").write_text("x")
+    assert not (tmp_path / "global_step_1" / "reward_model").exists()
+    assert (tmp_path / "global_step_1" / "actor").is_dir()
+    assert (tmp_path / "global_step_2" / "reward_model").is_dir()

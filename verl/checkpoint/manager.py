@@ -92,7 +92,7 @@ class CheckpointManager:
     Args:
         root: ``trainer.default_local_dir``; created, and checked to be writable.
         max_actor_ckpt_to_keep: how many newest ``actor`` directories stay; None keeps all.
-        max_critic_ckpt_to_keep: the same for ``critic``.
+        max_critic_ckpt_to_keep: the same for ``critic`` and for a ``reward_model`` that is trained.
         max_ckpt_to_keep: how many newest step directories stay as a whole; None keeps all.
 
     Raises:
@@ -108,7 +108,11 @@ class CheckpointManager:
         max_critic_ckpt_to_keep: int | None = None,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        self.part_limits = {"actor": max_actor_ckpt_to_keep, "critic": max_critic_ckpt_to_keep}
+        self.part_limits = {
+            "actor": max_actor_ckpt_to_keep,
+            "critic": max_critic_ckpt_to_keep,
+            "reward_model": max_critic_ckpt_to_keep,
+        }
         self.step_limit = max_ckpt_to_keep
         for name, limit in (
             ("max_actor_ckpt_to_keep", max_actor_ckpt_to_keep),

@@ -79,6 +79,9 @@ class TrainerConfig(RunConfig):
         None, "Checkpoints of the policy to keep.", ge=1, inherits="trainer.max_ckpt_to_keep"
     )
     max_critic_ckpt_to_keep: int | None = opt(
-        None, "Checkpoints of the critic to keep.", ge=1, inherits="trainer.max_ckpt_to_keep"
+        None,
+        "Checkpoints of the critic, and of a trained reward model, to keep.",
+        ge=1,
+        inherits="trainer.max_ckpt_to_keep",
     )
     del_local_ckpt_after_load: bool = opt(False, "Delete a checkpoint once it has been loaded by every rank.")
