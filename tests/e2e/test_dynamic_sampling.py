@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.test_equivalence import comparable
 from tests.e2e.test_resume import deterministic, prompts
 
 pytestmark = pytest.mark.e2e
@@ -69,3 +70,21 @@ def test_every_group_has_a_signal_and_resuming_is_exact(
     assert deterministic(rest) == deterministic(whole[start:])
     for step in range(start + 1, STEPS + 1):
         assert prompts(tmp_path / "rest", step) == prompts(tmp_path / "whole", step)
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_two_workers_choose_the_same_groups(
+    run_training: Callable[..., list[dict[str, Any]]], dapo: list[str], tmp_path: Path
+) -> None:
+    short = [*dapo, "trainer.save_freq=-1", "trainer.total_training_steps=2"]
+    one = run_training(*short, f"trainer.rollout_data_dir={tmp_path}/one")
+    two = run_training(
+        *short,
+        "trainer.controller=ray",
+        "trainer.n_gpus_per_node=2",
+        f"trainer.rollout_data_dir={tmp_path}/two",
+    )
+    for expected, actual in zip(one, two, strict=True):
+        assert comparable(actual) == pytest.approx(comparable(expected), rel=1e-5, abs=1e-6)
+    for step in (1, 2):
+        assert prompts(tmp_path / "one", step) == prompts(tmp_path / "two", step)
