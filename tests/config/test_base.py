@@ -23,6 +23,7 @@ from verl.config import (
     seal,
     to_dict,
 )
+from verl.config.rollout import EngineKwargsConfig
 from verl.config.schema import keys_of
 from verl.errors import ConfigError
 
@@ -132,8 +133,29 @@ def test_micro_batch_is_a_size_or_a_token_budget():
             "it out",
         ),
         (
-            RolloutConfig(name="vllm"),
-            "name='vllm': the vllm engine is not in this version; use 'hf', which samples on the policy's own weights",
+            RolloutConfig(name="sglang"),
+            "name='sglang': the sglang engine is not in this version; use one of hf, vllm",
+        ),
+        (
+            RolloutConfig(name="vlm"),
+            "name='vlm': there is no such rollout engine; did you mean 'vllm'?; use one of hf, vllm",
+        ),
+        (
+            RolloutConfig(tensor_model_parallel_size=2),
+            "tensor_model_parallel_size=2: is a setting of rollout.name=vllm; leave it out, or set rollout.name=vllm",
+        ),
+        (
+            RolloutConfig(enforce_eager=False),
+            "enforce_eager=False: is a setting of rollout.name=vllm; leave it out, or set rollout.name=vllm",
+        ),
+        (
+            RolloutConfig(engine_kwargs=EngineKwargsConfig(vllm={"block_size": 32})),
+            "engine_kwargs.vllm={'block_size': 32}: is for rollout.name=vllm, and the name is 'hf'; leave it out, or "
+            "set rollout.name=vllm",
+        ),
+        (
+            RolloutConfig(name="vllm", engine_kwargs=EngineKwargsConfig(vllm={"dtype": "float16"})),
+            "engine_kwargs.vllm.dtype='float16': use rollout.dtype",
         ),
         (
             CheckpointConfig(save_contents=["model", "optimiser"]),

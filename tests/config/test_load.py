@@ -363,7 +363,7 @@ def test_values_that_mean_off_are_accepted(ppo):
         f"{ARR}.model.lora_alpha=16",
         f"{ARR}.rollout.multi_turn.enable=False",
         f"{ARR}.rollout.multi_turn.max_user_turns=3",
-        f"{ARR}.rollout.tensor_model_parallel_size=1",
+        f"{ARR}.rollout.data_parallel_size=1",
         f"{ARR}.actor.ulysses_sequence_parallel_size=1",
         f"{ARR}.actor.fsdp_config.use_orig_params=True",
         "algorithm.filter_groups.enable=False",
@@ -372,8 +372,8 @@ def test_values_that_mean_off_are_accepted(ppo):
 
 
 def test_off_is_a_value_of_the_same_type(problems):
-    (line,) = problems(f"{ARR}.rollout.tensor_model_parallel_size=True")
-    assert line.startswith(f"{ARR}.rollout.tensor_model_parallel_size=True: splits the rollout engine")
+    (line,) = problems(f"{ARR}.rollout.data_parallel_size=True")
+    assert line.startswith(f"{ARR}.rollout.data_parallel_size=True: splits the rollout engine")
 
 
 # ---- YAML files of the user
@@ -538,7 +538,17 @@ SCRIPT = """
     trainer.test_freq=5
     trainer.total_epochs=15
 """
-ENGINE = ("rollout.name=vllm", "rollout.gpu_memory_utilization=0.6", "rollout.tensor_model_parallel_size=2")
+ENGINE = (
+    "rollout.name=vllm",
+    "rollout.gpu_memory_utilization=0.6",
+    "rollout.tensor_model_parallel_size=2",
+    "rollout.enforce_eager=False",
+    "rollout.free_cache_engine=True",
+    "rollout.load_format=dummy",
+    "rollout.layered_summon=True",
+    "rollout.multi_stage_wake_up=True",
+    "+rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode=PIECEWISE",
+)
 
 
 def test_a_script_as_users_write_it():
@@ -551,11 +561,7 @@ def test_a_script_as_users_write_it():
         True,
     )
     assert (arr.rollout.response_length, arr.ref.log_prob_micro_batch_size_per_gpu) == (1024, 64)
-    with pytest.raises(ConfigError) as caught:
-        load_config(PPOConfig, "ppo_trainer", [*SCRIPT.split(), *(f"{ARR}.{key}" for key in ENGINE)])
-    _, *lines = str(caught.value).split("\n")
-    assert [line.strip().split("=")[0] for line in lines] == [
-        f"{ARR}.rollout.gpu_memory_utilization",
-        f"{ARR}.rollout.tensor_model_parallel_size",
-        f"{ARR}.rollout.name",
-    ]
+    script = [*SCRIPT.split(), *(f"+{ARR}.{key[1:]}" if key[0] == "+" else f"{ARR}.{key}" for key in ENGINE)]
+    rollout = load_config(PPOConfig, "ppo_trainer", script).actor_rollout_ref.rollout
+    assert (rollout.name, rollout.gpu_memory_utilization, rollout.tensor_model_parallel_size) == ("vllm", 0.6, 2)
+    assert rollout.engine_kwargs.vllm == {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}

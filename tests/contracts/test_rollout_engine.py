@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.workers.rollout.helpers import make_engine, make_model, random_prompts, reference_logits, weights_of
+from tests.workers.rollout.helpers import (
+    make_engine,
+    make_model,
+    make_vllm_engine,
+    missing_package,
+    random_prompts,
+    reference_greedy,
+    reference_logits,
+    served_everywhere,
+    weights_of,
+)
 from verl.errors import RolloutError, WeightSyncError
 from verl.workers.rollout import ROLLOUT_ENGINES
 from verl.workers.rollout.base import (
@@ -21,18 +31,31 @@ from verl.workers.rollout.base import (
     run_blocking,
 )
 
-ENGINES: dict[str, Callable[[torch.nn.Module, Path], RolloutEngine]] = {"hf": make_engine}
+ENGINES: dict[str, Callable[[torch.nn.Module, Path], RolloutEngine]] = {"hf": make_engine, "vllm": make_vllm_engine}
+INSTALLED = [
+    pytest.param(name, marks=pytest.mark.skipif(bool(why := missing_package(name)), reason=why or ""))
+    for name in sorted(ENGINES)
+]
 EOS = 2
 
 
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
-    return make_model("qwen2", spread=2.0)
+    return make_model(served_everywhere(), spread=2.0)
 
 
-@pytest.fixture(params=sorted(ENGINES))
+@pytest.fixture(params=INSTALLED)
 def engine(request: pytest.FixtureRequest, model: torch.nn.Module, tmp_path: Path) -> RolloutEngine:
+    """An engine that has no weights yet."""
     return ENGINES[request.param](model, tmp_path)
+
+
+@pytest.fixture(scope="module", params=INSTALLED)
+def used_engine(
+    request: pytest.FixtureRequest, model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory
+) -> RolloutEngine:
+    """An engine for all tests that begin with an update; some take seconds to start."""
+    return ENGINES[request.param](model, tmp_path_factory.mktemp(request.param))
 
 
 async def update(
@@ -45,9 +68,10 @@ async def update(
 
 
 @pytest.fixture
-def ready(engine: RolloutEngine, model: torch.nn.Module) -> RolloutEngine:
-    run_blocking(update(engine, weights_of(model).items(), 7))
-    return engine
+def ready(used_engine: RolloutEngine, model: torch.nn.Module) -> RolloutEngine:
+    run_blocking(used_engine.wake())
+    run_blocking(update(used_engine, weights_of(model).items(), 7))
+    return used_engine
 
 
 def requests(prompts: list[list[int]], **sampling: object) -> list[GenerationRequest]:
@@ -79,6 +103,48 @@ def test_completions_come_in_order_with_their_log_probs_and_version(
         torch.testing.assert_close(
             torch.tensor(completion.log_probs), expected_log_probs(model, prompt, completion), atol=1e-5, rtol=0
         )
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(0.7, -1, 1.0), (1.4, 5, 1.0), (0.8, -1, 0.7), (0.6, 7, 0.8)]
+)
+def test_log_probs_are_those_of_the_distribution_that_is_sampled_from(
+    ready: RolloutEngine, model: torch.nn.Module, temperature: float, top_k: int, top_p: float
+) -> None:
+    prompts = random_prompts([9, 2, 14, 5])
+    batch = requests(prompts, temperature=temperature, top_k=top_k, top_p=top_p, max_tokens=12, ignore_eos=True)
+    for prompt, completion in zip(prompts, asyncio.run(ready.generate_many(batch)), strict=True):
+        logits = reference_logits(model, prompt, completion.token_ids) / temperature
+        if top_k > 0:
+            logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+        probs, order = logits.softmax(-1).sort(descending=True)
+        kept = torch.zeros_like(probs, dtype=torch.bool).scatter(1, order, probs.cumsum(-1) - probs < top_p)
+        expected = logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
+        index = torch.arange(len(completion.token_ids)), torch.tensor(completion.token_ids)
+        torch.testing.assert_close(torch.tensor(completion.log_probs), expected[index], atol=1e-5, rtol=0)
+
+
+def test_greedy_is_what_transformers_gives_with_log_probs_at_temperature_1(
+    ready: RolloutEngine, model: torch.nn.Module
+) -> None:
+    prompts = random_prompts([7, 3])
+    sampled = requests(random_prompts([4]), max_tokens=12, ignore_eos=True)  # a neighbour that is not greedy
+    greedy = requests(prompts, temperature=0.0, max_tokens=12)
+    *completions, _ = asyncio.run(ready.generate_many([*greedy, *sampled]))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert completion.token_ids == reference_greedy(model, prompt, 12)
+        torch.testing.assert_close(
+            torch.tensor(completion.log_probs), expected_log_probs(model, prompt, completion), atol=1e-5, rtol=0
+        )
+
+
+def test_samples_of_one_prompt_differ_and_do_not_depend_on_their_neighbours(ready: RolloutEngine) -> None:
+    prompt = random_prompts([6])[0]
+    batch = requests([prompt] * 8, max_tokens=16, ignore_eos=True)
+    together = [item.token_ids for item in asyncio.run(ready.generate_many(batch))]
+    assert len({tuple(tokens) for tokens in together}) == 8
+    alone = [asyncio.run(ready.generate(request)).token_ids for request in batch[:3]]
+    assert alone == together[:3]
 
 
 def test_generate_and_generate_many_agree(ready: RolloutEngine) -> None:
@@ -123,7 +189,7 @@ def test_limits_and_stops(ready: RolloutEngine) -> None:
 
 def test_new_weights_change_what_is_generated(ready: RolloutEngine, model: torch.nn.Module) -> None:
     prompt = random_prompts([6])[0]
-    other = make_model("qwen2", seed=5, spread=2.0)
+    other = make_model(served_everywhere(), seed=5, spread=2.0)
     run_blocking(update(ready, weights_of(other).items(), 8, live=False))
     completion = asyncio.run(ready.generate_many(requests([prompt])))[0]
     assert completion.policy_version == ready.policy_version == 8

@@ -120,11 +120,11 @@ class Unsupported:
 
 
 _R = "actor_rollout_ref.rollout"
-_SERVER = (
-    "is a setting of the vllm and sglang engines, which are not in this version; leave it out "
-    "(rollout.name=hf bounds its memory with rollout.max_num_seqs)"
+_SGLANG = "is a setting of the sglang engine, which is not in this version; leave it out"
+_PARALLEL = (
+    "splits the rollout engine over ranks in a way that is not in this version; use 1 or leave it out "
+    "(rollout.tensor_model_parallel_size splits vLLM's weights)"
 )
-_PARALLEL = "splits the rollout engine over ranks, which rollout.name=hf does not do; use 1 or leave it out"
 _LORA = (
     "is for LoRA adapters, which are not in this version; leave it out to train all weights "
     "(fsdp_config.param_offload and optimizer_offload save memory)"
@@ -178,17 +178,14 @@ UNSUPPORTED: Sequence[Unsupported] = (
     Unsupported("**.target_modules", _LORA, switch="lora_rank"),
     Unsupported("**.exclude_modules", _LORA, (None,), switch="lora_rank"),
     # vLLM and SGLang
-    Unsupported(f"{_R}.gpu_memory_utilization", _SERVER),
-    Unsupported(f"{_R}.max_num_batched_tokens", _SERVER),
-    Unsupported(f"{_R}.enable_chunked_prefill", _SERVER, (False,)),
-    Unsupported(f"{_R}.enable_prefix_caching", _SERVER, (False,)),
-    Unsupported(f"{_R}.engine_kwargs.**", _SERVER, (None,)),
-    Unsupported(f"{_R}.disable_log_stats", _SERVER, (True,)),
+    Unsupported(f"{_R}.engine_kwargs.sglang.**", _SGLANG, (None,)),
     Unsupported(
-        f"{_R}.quantization", "is for a quantised rollout, which is not in this version; use rollout.dtype", (None,)
+        f"{_R}.disable_log_stats",
+        "makes the rollout engine log its own statistics; leave it out, the step's metrics have what it did",
+        (True,),
     ),
     Unsupported(
-        f"{_R}.enforce_eager", "turns CUDA graphs off; rollout.name=hf has none, so leave it out or use True", (True,)
+        f"{_R}.quantization", "is for a quantised rollout, which is not in this version; use rollout.dtype", (None,)
     ),
     Unsupported(
         f"{_R}.load_format",
@@ -205,23 +202,22 @@ UNSUPPORTED: Sequence[Unsupported] = (
         "makes the engine decode text; here engines work on token ids, so leave it out",
         (True,),
     ),
-    Unsupported(f"{_R}.tensor_model_parallel_size", _PARALLEL, (1,)),
     Unsupported(f"{_R}.data_parallel_size", _PARALLEL, (1,)),
     Unsupported(f"{_R}.expert_parallel_size", _PARALLEL, (1,)),
     Unsupported(f"{_R}.pipeline_model_parallel_size", _PARALLEL, (1,)),
     Unsupported(
         f"{_R}.layered_summon",
-        "gathers the weights layer by layer for another engine; rollout.name=hf shares them, so leave it out",
-        (False,),
+        "gathers the weights layer by layer; here they are always handed over piece by piece, so leave it out",
+        (True, False),
     ),
     Unsupported(
         f"{_R}.multi_stage_wake_up",
-        "wakes another engine in steps; rollout.name=hf never sleeps, so leave it out",
-        (False,),
+        "wakes the rollout engine in steps; here weights always come back before the cache does, so leave it out",
+        (True, False),
     ),
     Unsupported(
         f"{_R}.checkpoint_engine.**",
-        "is for handing weights to another engine; rollout.name=hf copies none, so leave it out",
+        "is for handing weights to engines in other processes; here they share the trainer's, so leave it out",
     ),
     Unsupported(
         f"{_R}.over_sample_rate",

@@ -4,11 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from verl.config.base import Config, MicroBatch, opt, section
+from verl.config.base import Config, MicroBatch, opt, section, suggestion
 from verl.config.fsdp import DTYPE_SPELLINGS, DTYPES
 
 ACTOR = "actor_rollout_ref.actor"
+ENGINES = ("hf", "vllm")
+
+#: arguments of vLLM that other keys stand for, or that the exchange of weights and tokens depends on
+VLLM_KEYS = {
+    "model": "the model is model.path; leave it out",
+    "tokenizer": "the engine works on token ids; leave it out",
+    "skip_tokenizer_init": "the engine works on token ids; leave it out",
+    "dtype": "use rollout.dtype",
+    "seed": "every sample has its own seed, from trainer.seed; leave it out",
+    "max_model_len": "use rollout.max_model_len",
+    "max_num_seqs": "use rollout.max_num_seqs",
+    "max_num_batched_tokens": "use rollout.max_num_batched_tokens",
+    "gpu_memory_utilization": "use rollout.gpu_memory_utilization",
+    "tensor_parallel_size": "use rollout.tensor_model_parallel_size",
+    "enforce_eager": "use rollout.enforce_eager",
+    "enable_chunked_prefill": "use rollout.enable_chunked_prefill",
+    "enable_prefix_caching": "use rollout.enable_prefix_caching",
+    "load_format": "weights are always the policy's; leave it out",
+    "logprobs_mode": "log-probabilities are always those of the distribution that is sampled from; leave it out",
+    "enable_sleep_mode": "use rollout.free_cache_engine",
+    "distributed_executor_backend": "the engine runs inside the training processes; leave it out",
+    "worker_extension_cls": "it is how weights are handed over; leave it out",
+    "trust_remote_code": "use model.trust_remote_code",
+}
 
 
 @dataclass
@@ -29,10 +54,22 @@ class ValKwargsConfig(Config):
 
 
 @dataclass
+class EngineKwargsConfig(Config):
+    """Settings that are passed on to a rollout engine under its own names."""
+
+    vllm: dict[str, Any] = opt(
+        {}, "Arguments of vLLM's EngineArgs, for example block_size or compilation_config; null values are left out."
+    )
+
+
+@dataclass
 class RolloutConfig(Config):
     """Generation."""
 
-    name: str = opt("hf", "Rollout engine; 'hf' samples on the policy's own weights.")
+    name: str = opt(
+        "hf",
+        "Rollout engine: 'hf' samples on the policy's own weights, 'vllm' runs vLLM inside the training processes.",
+    )
     mode: str = opt("sync", "'sync': all prompts of a step are generated in one call.")
     n: int = opt(1, "Samples per prompt.", ge=1)
     temperature: float = opt(1.0, "Sampling temperature, also applied to the training log-probabilities.", gt=0)
@@ -52,7 +89,35 @@ class RolloutConfig(Config):
     max_model_len: int | None = opt(
         None, "Largest number of prompt and response tokens; not given = prompt_length + response_length.", ge=1
     )
-    free_cache_engine: bool = opt(True, "Free the key-value cache after every generation phase.")
+    free_cache_engine: bool = opt(
+        True, "Give the key-value cache, and weights that can be restored, back after every generation phase."
+    )
+    gpu_memory_utilization: float = opt(
+        0.5,
+        "Largest share of the GPU's memory that the rollout engine fills with weights and cache; on CPUs, share of the "
+        "free memory for the cache, divided over the ranks.",
+        gt=0,
+        le=1,
+    )
+    tensor_model_parallel_size: int = opt(
+        1, "Neighbouring ranks that generate together with one split copy of the weights (vllm).", ge=1
+    )
+    max_num_batched_tokens: int = opt(
+        8192,
+        "Largest number of tokens in one forward pass; where prompts are not cut into chunks, a whole prompt must fit, "
+        "and the limit is raised to max_model_len.",
+        ge=1,
+    )
+    enable_chunked_prefill: bool | None = opt(
+        None, "Cut long prompts into chunks that run beside others' next tokens (vllm); not given = on GPUs only."
+    )
+    enable_prefix_caching: bool | None = opt(
+        None, "Reuse the cache of equal beginnings of prompts (vllm); not given = yes."
+    )
+    enforce_eager: bool | None = opt(None, "Run without CUDA graphs and compilation (vllm); not given = on CPUs only.")
+    engine_kwargs: EngineKwargsConfig = section(
+        EngineKwargsConfig, "Settings of the rollout engine under its own names."
+    )
     update_weights_bucket_megabytes: int = opt(
         512, "Largest piece in which weights that cannot be shared are handed to the rollout engine, in MB.", ge=1
     )
@@ -77,13 +142,14 @@ class RolloutConfig(Config):
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig, "Sampling during validation.")
 
     def problems(self) -> Iterator[str]:
-        if self.name != "hf":
+        if self.name not in ENGINES:
             known = (
                 f"the {self.name} engine is not in this version"
-                if self.name in ("vllm", "sglang")
-                else ("there is no such rollout engine")
+                if self.name == "sglang"
+                else f"there is no such rollout engine{suggestion(self.name, ENGINES)}"
             )
-            yield f"name={self.name!r}: {known}; use 'hf', which samples on the policy's own weights"
+            yield f"name={self.name!r}: {known}; use one of {', '.join(ENGINES)}"
+        yield from self._engine_problems()
         if self.mode != "sync":
             why = "rollout servers are not in this version" if self.mode == "async" else "there is no such mode"
             yield f"mode={self.mode!r}: {why}; use 'sync'"
@@ -95,6 +161,28 @@ class RolloutConfig(Config):
             yield (
                 f"max_model_len={self.max_model_len}: smaller than prompt_length + response_length = "
                 f"{self.prompt_length} + {self.response_length} = {need}; raise it or leave it out"
+            )
+
+    def _engine_problems(self) -> Iterator[str]:
+        """Keys that the chosen engine has no use for."""
+        if self.name == "vllm":
+            for key in self.engine_kwargs.vllm:
+                if key in VLLM_KEYS:
+                    yield f"engine_kwargs.vllm.{key}={self.engine_kwargs.vllm[key]!r}: {VLLM_KEYS[key]}"
+            return
+        for key, harmless in (
+            ("tensor_model_parallel_size", (1,)),
+            ("enable_chunked_prefill", (None, False)),
+            ("enable_prefix_caching", (None, False)),
+            ("enforce_eager", (None, True)),
+        ):
+            value = getattr(self, key)
+            if value not in harmless:
+                yield f"{key}={value!r}: is a setting of rollout.name=vllm; leave it out, or set rollout.name=vllm"
+        if self.engine_kwargs.vllm:
+            yield (
+                f"engine_kwargs.vllm={self.engine_kwargs.vllm!r}: is for rollout.name=vllm, and the name is "
+                f"{self.name!r}; leave it out, or set rollout.name=vllm"
             )
 
     def log_prob_micro_batch(self) -> MicroBatch:

@@ -32,6 +32,11 @@ def env_local_rank() -> int:
     return _int_env("LOCAL_RANK", env_rank())
 
 
+def env_local_world_size() -> int:
+    """Number of this job's processes on this machine from ``LOCAL_WORLD_SIZE``; all of them when unset."""
+    return _int_env("LOCAL_WORLD_SIZE", env_world_size())
+
+
 def init_process_group(device: str = "auto", timeout_s: float = 600.0) -> torch.device:
     """Join the default process group as the environment says; a second call changes nothing.
 

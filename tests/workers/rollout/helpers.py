@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from tests.models.families import make_config
+from tests.models.families import COMMON, make_config
 from verl.config import ModelConfig, RolloutConfig
-from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
+from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
 from verl.workers.rollout.hf.engine import HFRolloutEngine
 
 
@@ -43,7 +44,31 @@ def make_engine(model: torch.nn.Module, directory: Path, **rollout: Any) -> HFRo
     return HFRolloutEngine(ModelConfig(path=str(directory)), RolloutConfig(**rollout), device="cpu")
 
 
-async def hand_over(engine: HFRolloutEngine, model: torch.nn.Module, version: int = 1, *, live: bool = True) -> None:
+def served_everywhere(family: str = "qwen2", **settings: Any) -> PreTrainedConfig:
+    """A configuration whose attention heads have a size that every engine serves."""
+    shape = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    return AutoConfig.for_model(family, **{**COMMON, **shape, **settings})
+
+
+def missing_package(name: str) -> str | None:
+    """Why the engine called ``name`` cannot be tested here; None when it can."""
+    packages = {"vllm": ("vllm", "make install-vllm")}
+    package, remedy = packages.get(name, (None, None))
+    if package is None or importlib.util.find_spec(package) is not None:
+        return None
+    return f"the package {package} is not installed ({remedy})"
+
+
+def make_vllm_engine(model: torch.nn.Module, directory: Path, **rollout: Any) -> RolloutEngine:
+    """A vLLM engine of the model's architecture, without weights."""
+    from verl.workers.rollout.vllm import VLLMRolloutEngine
+
+    model.config.save_pretrained(directory)
+    settings = {"name": "vllm", "dtype": "float32", "prompt_length": 28, "response_length": 100, "max_num_seqs": 64}
+    return VLLMRolloutEngine(ModelConfig(path=str(directory)), RolloutConfig(**{**settings, **rollout}), device="cpu")
+
+
+async def hand_over(engine: RolloutEngine, model: torch.nn.Module, version: int = 1, *, live: bool = True) -> None:
     """Give the engine the model's weights."""
     await engine.begin_update(version)
     await engine.load(weights_of(model).items(), live=live)
@@ -58,7 +83,7 @@ def loaded_engine(model: torch.nn.Module, directory: Path, **rollout: Any) -> HF
 
 
 def generate(
-    engine: HFRolloutEngine, prompts: Iterable[list[int]], params: SamplingParams | list[SamplingParams]
+    engine: RolloutEngine, prompts: Iterable[list[int]], params: SamplingParams | list[SamplingParams]
 ) -> list[Completion]:
     """Serve prompts in one call."""
     prompts = list(prompts)

@@ -17,10 +17,15 @@ def test_hf_is_found() -> None:
     assert get_rollout_class("hf") is HFRolloutEngine
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_engines_of_other_versions_say_what_to_use(name: str) -> None:
+def test_vllm_is_found_and_asks_for_its_package_only_when_made() -> None:
+    from verl.workers.rollout.vllm import VLLMRolloutEngine
+
+    assert get_rollout_class("vllm") is VLLMRolloutEngine
+
+
+def test_engines_of_other_versions_say_what_to_use() -> None:
     with pytest.raises(ConfigError, match=r"rollout.name=hf"):
-        get_rollout_class(name)
+        get_rollout_class("sglang")
 
 
 def test_a_misspelt_name_gets_a_suggestion() -> None:

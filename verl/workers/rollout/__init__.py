@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from verl.workers.rollout.base import RolloutEngine
 
 #: engine name -> "module:class"
-ROLLOUT_ENGINES: dict[str, str] = {"hf": "verl.workers.rollout.hf.engine:HFRolloutEngine"}
+ROLLOUT_ENGINES: dict[str, str] = {
+    "hf": "verl.workers.rollout.hf.engine:HFRolloutEngine",
+    "vllm": "verl.workers.rollout.vllm:VLLMRolloutEngine",
+}
 
 #: names that users of this ecosystem know but that this version does not serve
-_NOT_SERVED = ("vllm", "sglang", "trtllm")
+_NOT_SERVED = ("sglang", "trtllm")
 
 
 def get_rollout_class(name: str) -> Callable[..., RolloutEngine]:
@@ -36,8 +39,8 @@ def get_rollout_class(name: str) -> Callable[..., RolloutEngine]:
     known = ", ".join(sorted(ROLLOUT_ENGINES))
     if name in _NOT_SERVED:
         raise ConfigError(
-            f"actor_rollout_ref.rollout.name={name!r}: this version generates with its own Hugging Face engine only; "
-            f"set actor_rollout_ref.rollout.name=hf"
+            f"actor_rollout_ref.rollout.name={name!r}: this version does not have the engine; set "
+            f"actor_rollout_ref.rollout.name=hf or vllm (known: {known})"
         )
     near = difflib.get_close_matches(str(name), [*ROLLOUT_ENGINES, *_NOT_SERVED], 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -6,14 +6,13 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
-from verl.errors import ConfigError, RolloutError, VerlError, WeightSyncError
-from verl.utils.device import default_compute_dtype, empty_cache, get_torch_device
+from verl.errors import RolloutError, VerlError, WeightSyncError
+from verl.utils.device import empty_cache, get_torch_device
 from verl.utils.distributed import get_world_size
 from verl.workers.rollout.base import (
     MEMORY_PARTS,
@@ -27,6 +26,7 @@ from verl.workers.rollout.hf.kv_cache import RolloutCache
 from verl.workers.rollout.hf.runner import BatchRunner, FinishedSequence
 from verl.workers.rollout.hf.scheduler import Scheduler, Sequence
 from verl.workers.rollout.hf.weights import ModuleWeights, build_module
+from verl.workers.rollout.settings import resolve_dtype, special_tokens
 
 if TYPE_CHECKING:
     from verl.config import ModelConfig, RolloutConfig
@@ -35,16 +35,6 @@ logger = logging.getLogger(__name__)
 
 #: fewer full-length sequences at a time than this are worth a warning
 _FEW_ROWS = 8
-
-_DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "half": torch.float16,
-    "fp16": torch.float16,
-}
 
 
 class _Call:
@@ -95,7 +85,7 @@ class HFRolloutEngine(RolloutEngine):
         from verl.models.loading import load_hf_config, resolve_model_dir
 
         self.device = get_torch_device(device)
-        self.dtype = _resolve_dtype(rollout_config.dtype, self.device)
+        self.dtype = resolve_dtype(rollout_config.dtype, self.device)
         config = load_hf_config(model_config)
         self.model_type: str = config.model_type
         text_config = config.get_text_config()
@@ -107,7 +97,7 @@ class HFRolloutEngine(RolloutEngine):
         self._memory_share = float(getattr(rollout_config, "gpu_memory_utilization", 0.5) or 0.5)
         self._bytes_per_token = _cache_bytes_per_token(text_config, self.dtype)
         directory = resolve_model_dir(model_config.path, use_shm=model_config.use_shm)
-        eos, pad = _special_tokens(model_config, directory, config, tokenizer)
+        eos, pad = special_tokens(model_config, directory, config, tokenizer)
         self.pad_token_id = pad
         self.cache = RolloutCache(text_config.num_hidden_layers)
         self.runner = BatchRunner(
@@ -346,49 +336,6 @@ class HFRolloutEngine(RolloutEngine):
         in_flight = self.scheduler.waiting + self.runner.running
         if in_flight:
             raise error(f"{what}: {in_flight} requests are in flight; await them or abort() them first")
-
-
-def _resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    if name in (None, "auto"):
-        return default_compute_dtype(device)
-    if name not in _DTYPES:
-        raise ConfigError(f"rollout.dtype={name!r}: use auto, {', '.join(_DTYPES)}")
-    return _DTYPES[str(name)]
-
-
-def _special_tokens(
-    model_config: ModelConfig, directory: Path, config: Any, tokenizer: Any | None
-) -> tuple[frozenset[int], int]:
-    """End-of-sequence tokens from the generation config, the model config and the tokenizer; and the padding token."""
-    from transformers import GenerationConfig
-
-    eos: set[int] = set(_as_ids(getattr(config, "eos_token_id", None)))
-    pad = getattr(config, "pad_token_id", None)
-    try:
-        generation = GenerationConfig.from_pretrained(directory)
-    except OSError:
-        logger.debug("%s has no generation config", directory)
-    else:
-        eos.update(_as_ids(generation.eos_token_id))
-        pad = generation.pad_token_id if pad is None else pad
-    if tokenizer is None and (model_config.tokenizer_path or any(directory.glob("tokenizer*"))):
-        from verl.utils.tokenizer import load_tokenizer
-
-        tokenizer = load_tokenizer(
-            model_config.tokenizer_path or str(directory), trust_remote_code=model_config.trust_remote_code
-        )
-    if tokenizer is not None:
-        eos.update(_as_ids(tokenizer.eos_token_id))
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else pad
-    if pad is None:
-        pad = min(eos) if eos else 0
-    return frozenset(eos), int(pad)
-
-
-def _as_ids(value: Any) -> list[int]:
-    if value is None:
-        return []
-    return [int(item) for item in value] if isinstance(value, list | tuple) else [int(value)]
 
 
 def _cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:

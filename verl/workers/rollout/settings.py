@@ -1,0 +1,82 @@
+"""What every engine reads from the model's directory and from the configuration in the same way."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl.errors import ConfigError
+from verl.utils.device import default_compute_dtype
+
+if TYPE_CHECKING:
+    from verl.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "fp16": torch.float16,
+}
+
+
+def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    """The type that ``rollout.dtype`` stands for on a device.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    if name in (None, "auto"):
+        return default_compute_dtype(device)
+    if name not in _DTYPES:
+        raise ConfigError(f"rollout.dtype={name!r}: use auto, {', '.join(_DTYPES)}")
+    return _DTYPES[str(name)]
+
+
+def special_tokens(
+    model_config: ModelConfig, directory: Path, config: Any, tokenizer: Any | None
+) -> tuple[frozenset[int], int]:
+    """End-of-sequence tokens from the generation config, the model config and the tokenizer; and the padding token.
+
+    Args:
+        model_config: the ``model`` section.
+        directory: the model's files.
+        config: its Transformers configuration.
+        tokenizer: the policy's tokenizer; loaded from the directory when None and there is one.
+    """
+    from transformers import GenerationConfig
+
+    eos: set[int] = set(_as_ids(getattr(config, "eos_token_id", None)))
+    pad = getattr(config, "pad_token_id", None)
+    try:
+        generation = GenerationConfig.from_pretrained(directory)
+    except OSError:
+        logger.debug("%s has no generation config", directory)
+    else:
+        eos.update(_as_ids(generation.eos_token_id))
+        pad = generation.pad_token_id if pad is None else pad
+    if tokenizer is None and (model_config.tokenizer_path or any(directory.glob("tokenizer*"))):
+        from verl.utils.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(
+            model_config.tokenizer_path or str(directory), trust_remote_code=model_config.trust_remote_code
+        )
+    if tokenizer is not None:
+        eos.update(_as_ids(tokenizer.eos_token_id))
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else pad
+    if pad is None:
+        pad = min(eos) if eos else 0
+    return frozenset(eos), int(pad)
+
+
+def _as_ids(value: Any) -> list[int]:
+    if value is None:
+        return []
+    return [int(item) for item in value] if isinstance(value, list | tuple) else [int(value)]

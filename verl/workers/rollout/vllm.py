@@ -1,0 +1,613 @@
+"""vLLM as a rollout engine, in the training processes and on their devices.
+
+Every rank runs vLLM's engine itself: its scheduler, its cache and its share of the weights live in the rank's own
+process, so weights are handed over by reference, whatever the training engine. With tensor parallelism, neighbouring
+ranks run the same schedule over the same requests, which they exchange first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from verl.errors import ConfigError, RolloutError, VerlError, WeightSyncError
+from verl.utils.device import get_torch_device
+from verl.utils.distributed import env_local_world_size, get_world_size, init_process_group
+from verl.workers.rollout.base import (
+    MEMORY_PARTS,
+    Completion,
+    GenerationRequest,
+    MemoryPart,
+    RolloutEngine,
+    RolloutMemory,
+    SamplingParams,
+)
+from verl.workers.rollout.settings import resolve_dtype, special_tokens
+from verl.workers.rollout.vllm_process import (
+    leave_stale_groups,
+    named_shared_memory,
+    own_environment,
+    own_random_state,
+    require_vllm,
+)
+from verl.workers.rollout.vllm_settings import engine_arguments
+from verl.workers.rollout.vllm_weights import WeightManifest, deferred_packing
+
+if TYPE_CHECKING:
+    from verl.config import ModelConfig, RolloutConfig
+
+logger = logging.getLogger(__name__)
+
+#: vLLM raises smaller temperatures to this, which would be another distribution than the one asked for
+_LOWEST_TEMPERATURE = 0.01
+
+
+class _Call:
+    """Requests that were given together: collects their completions in order."""
+
+    def __init__(self, size: int, future: asyncio.Future[list[Completion]]) -> None:
+        self.completions: list[Completion | None] = [None] * size
+        self.missing = size
+        self.future = future
+
+    def deliver(self, index: int, completion: Completion) -> None:
+        self.completions[index] = completion
+        self.missing -= 1
+        self.settle()
+
+    def settle(self) -> None:
+        if not self.missing and not self.future.done():
+            self.future.set_result([item for item in self.completions if item is not None])
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    """A request in flight that this rank has to answer."""
+
+    request_id: str
+    call: _Call
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """A weight of the training engine that stays readable, and its state when it was read."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+class VLLMRolloutEngine(RolloutEngine):
+    """vLLM inside the training process.
+
+    Weights are written in place, bucket by bucket; a sample's randomness is its own seed's; log-probabilities are
+    those of the distribution that was sampled from. All work runs in the caller's thread and event loop; between steps
+    the loop gets a turn.
+
+    With ``rollout.tensor_model_parallel_size`` above 1, ``generate_many`` is collective over the ranks that share the
+    weights: each calls it with its own requests, possibly none, and gets its own completions.
+
+    vLLM applies min-p before top-p, the built-in engine after it; with both filters set the kept tokens can differ.
+
+    Args:
+        model_config: the ``model`` section; ``path`` holds the model's configuration.
+        rollout_config: the ``rollout`` section.
+        device: ``"cpu"`` or ``"cuda"``.
+        tokenizer: the policy's tokenizer, for its end-of-sequence and padding tokens; loaded from the model's
+            directory when None and there is one.
+
+    Raises:
+        ConfigError: vLLM is missing, cannot serve the model, or an option has no meaning here.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        rollout_config: RolloutConfig,
+        *,
+        device: str = "cpu",
+        tokenizer: Any | None = None,
+    ) -> None:
+        require_vllm()
+        from verl.models.loading import load_hf_config, resolve_model_dir
+
+        self.device = get_torch_device(device)
+        self.dtype = resolve_dtype(rollout_config.dtype, self.device)
+        config = load_hf_config(model_config)
+        text_config = config.get_text_config()
+        directory = resolve_model_dir(model_config.path, use_shm=model_config.use_shm)
+        self.eos_token_ids, self.pad_token_id = special_tokens(model_config, directory, config, tokenizer)
+        self.vocab_size = int(text_config.vocab_size)
+        self.manifest = WeightManifest(config, self.dtype, trust_remote_code=model_config.trust_remote_code)
+        init_process_group(device)  # where the trainer has none, vLLM would make one on a free port
+        arguments = engine_arguments(
+            model_config,
+            rollout_config,
+            directory=directory,
+            text_config=text_config,
+            architecture=None if config.architectures else self.manifest.architecture,
+            device=self.device,
+            dtype=self.dtype,
+            world_size=get_world_size(),
+            local_world_size=env_local_world_size(),
+        )
+        self.max_model_len: int = arguments["max_model_len"]
+        self.frees_memory = bool(rollout_config.free_cache_engine)
+        self.engine = _start_engine(arguments, self.device)
+        self._check_head_size()
+        self._group = _parallel_group()
+        pack = self.device.type == "cpu" and bool(arguments["enforce_eager"])
+        in_place = self._rpc("verl_attach", self.manifest, self.dtype, pack)
+        if self.device.type == "cpu" and not in_place:  # the reload that serves them on GPUs does not pack again here
+            raise ConfigError(
+                f"{self.manifest.architecture} has layers (experts, latent attention, quantisation) whose weights vLLM "
+                "converts after loading and cannot replace on CPUs; set actor_rollout_ref.rollout.name=hf"
+            )
+        #: parts that the caller wants ready, and parts whose memory is really held
+        self._awake: set[MemoryPart] = set(MEMORY_PARTS)
+        self._resident: set[MemoryPart] = set(MEMORY_PARTS)
+        self._version = -1
+        self._next_version: int | None = None
+        self._complete = False
+        self._dropped = False  # weights given back without their values (GPU)
+        self._live: dict[str, _Live] | None = None
+        self._tickets: dict[str, _Ticket] = {}
+        self._inbox: list[tuple[_Ticket, GenerationRequest]] = []
+        self._unwanted: set[str] = set()
+        self._number = 0
+        self._driver: asyncio.Task[None] | None = None
+        if self.frees_memory:  # nobody needs it before the first weights and the first request
+            self._release(keep_weights=False)
+
+    # -- serving
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights in use; -1 before the first complete update."""
+        return self._version
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Serve one request; see :meth:`RolloutEngine.generate`."""
+        return (await self.generate_many([request]))[0]
+
+    async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Serve requests together, in the order given. Equal prompts share their cache where blocks are full."""
+        problem: Exception | None = None
+        try:
+            self._check_ready()
+            for request in requests:
+                self._check_request(request)
+        except RolloutError as error:
+            if self._group is None:
+                raise
+            # the other ranks wait for this one: take part without requests, then complain
+            problem, requests = error, []
+        if not requests and self._group is None:
+            return []
+        self._make_resident(MEMORY_PARTS)
+        loop = asyncio.get_running_loop()
+        call = _Call(len(requests), loop.create_future())
+        mine: list[str] = []
+        for index, request in enumerate(requests):
+            self._number += 1
+            key = f"{dist.get_rank()}-{self._number}"
+            mine.append(key)
+            self._tickets[key] = _Ticket(request.request_id, call, index)
+            self._inbox.append((self._tickets[key], _with_seed(request, key)))
+        if self._driver is None or self._driver.done():
+            self._driver = loop.create_task(self._drive())
+        try:
+            if requests:
+                return await call.future
+            await self._driver
+        except asyncio.CancelledError:
+            self._unwanted.update(mine)
+            raise
+        if problem is not None:
+            raise problem
+        return []
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """End requests now; they complete with the tokens so far and reason ``"abort"``."""
+        wanted = None if request_ids is None else set(request_ids)
+        self._unwanted.update(
+            key for key, ticket in self._tickets.items() if wanted is None or ticket.request_id in wanted
+        )
+        if self._group is None:
+            self._abort_unwanted(self._unwanted)
+
+    async def _drive(self) -> None:
+        """Run until nothing is left, here and on the ranks that share the weights."""
+        try:
+            while self._take_in():
+                for output in self._step():
+                    self._deliver(output)
+                await asyncio.sleep(0)
+        except Exception as error:  # noqa: BLE001 - raised again by every call in flight
+            self._fail(error)
+        except BaseException:  # cancelled with its loop: nobody waits any more
+            self._forget_all()
+            raise
+
+    def _step(self) -> list[Any]:
+        with own_random_state(self.device.type == "cuda"):
+            outputs: list[Any] = self.engine.step()
+        return outputs
+
+    def _take_in(self) -> bool:
+        """Give new requests and aborts to vLLM; whether there is work. Collective where the weights are shared."""
+        arrived = [(request.request_id, request) for _, request in self._inbox]
+        unwanted, self._inbox, self._unwanted = self._unwanted, [], set()
+        if self._group is not None:
+            news = torch.tensor([len(arrived) + len(unwanted)])
+            dist.all_reduce(news, group=self._group)
+            if int(news):
+                gathered: list[Any] = [None] * dist.get_world_size(self._group)
+                dist.all_gather_object(gathered, (arrived, sorted(unwanted)), group=self._group)
+                arrived = [item for requests, _ in gathered for item in requests]
+                unwanted = {key for _, keys in gathered for key in keys}
+        for key, request in arrived:
+            self.engine.add_request(key, _engine_input(request), self._sampling(request.sampling))
+        self._abort_unwanted(unwanted)
+        return bool(self.engine.has_unfinished_requests())
+
+    def _sampling(self, sampling: SamplingParams) -> Any:
+        from vllm import SamplingParams as VLLMSamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self.eos_token_ids)
+        return VLLMSamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=None if sampling.greedy else sampling.seed,
+            stop_token_ids=sorted(stops),
+            ignore_eos=True,  # the tokens that end a sequence are all in stop_token_ids
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _deliver(self, output: Any) -> None:
+        ticket = self._tickets.pop(output.request_id, None)
+        if ticket is None or not output.finished:
+            return
+        (result,) = output.outputs
+        if result.finish_reason not in ("stop", "length"):
+            raise RolloutError(f"request {ticket.request_id!r}: vLLM ended it with reason {result.finish_reason!r}")
+        ticket.call.deliver(ticket.index, self._completion(result.token_ids, result.logprobs, result.finish_reason))
+
+    def _completion(self, token_ids: Sequence[int], log_probs: Any, reason: Any) -> Completion:
+        values = [log_probs.logprobs[start] for start in log_probs.start_indices]
+        return Completion(list(token_ids), values, reason, self._version)
+
+    def _abort_unwanted(self, keys: Iterable[str]) -> None:
+        keys = set(keys)
+        self._unwanted -= keys
+        waiting = [item for item in self._inbox if item[1].request_id in keys]
+        self._inbox = [item for item in self._inbox if item[1].request_id not in keys]
+        for ticket, request in waiting:
+            self._tickets.pop(request.request_id, None)
+            ticket.call.deliver(ticket.index, Completion([], [], "abort", self._version))
+        states = self.engine.output_processor.request_states
+        running = {state.external_req_id: state for state in states.values() if state.external_req_id in keys}
+        for key, state in running.items():
+            if key in self._tickets:  # else another rank answers it
+                ticket = self._tickets.pop(key)
+                completion = self._completion(
+                    state.detokenizer.output_token_ids, state.logprobs_processor.logprobs, "abort"
+                )
+                ticket.call.deliver(ticket.index, completion)
+        if running:
+            self.engine.abort_request(sorted(running))
+
+    def _fail(self, error: Exception) -> None:
+        calls = {id(ticket.call): ticket.call for ticket in self._tickets.values()}
+        self._forget_all()
+        for call in calls.values():
+            if isinstance(error, VerlError):
+                call.fail(error)
+            else:
+                wrapped = RolloutError(f"generation failed: {type(error).__name__}: {error}")
+                wrapped.__cause__ = error
+                call.fail(wrapped)
+
+    def _forget_all(self) -> None:
+        keys = list({state.external_req_id for state in self.engine.output_processor.request_states.values()})
+        self._tickets.clear()
+        self._inbox.clear()
+        self._unwanted.clear()
+        if keys:
+            self.engine.abort_request(keys)
+
+    def _check_ready(self) -> None:
+        if self._next_version is not None:
+            raise RolloutError("a weight update is running; generate after end_update")
+        if not self._complete:
+            raise RolloutError(
+                "the rollout has no complete weights; hand over the policy's weights (sync_weights) first"
+            )
+        if len(self._awake) < len(MEMORY_PARTS):
+            asleep = [part for part in MEMORY_PARTS if part not in self._awake]
+            raise RolloutError(f"the rollout is asleep ({', '.join(asleep)}); call wake() before generating")
+
+    def _check_request(self, request: GenerationRequest) -> None:
+        prompt, sampling = request.prompt_ids, request.sampling
+        if not prompt:
+            raise RolloutError(f"request {request.request_id!r} has an empty prompt; give at least one token")
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            bad = min(prompt) if min(prompt) < 0 else max(prompt)
+            raise RolloutError(
+                f"request {request.request_id!r} has token id {bad}, outside of the model's vocabulary of "
+                f"{self.vocab_size}; tokenizer and model must belong together"
+            )
+        total = len(prompt) + sampling.max_tokens
+        if total > self.max_model_len:
+            raise RolloutError(
+                f"request {request.request_id!r}: {len(prompt)} prompt tokens + max_tokens={sampling.max_tokens} "
+                f"exceed {self.max_model_len}, which is rollout.max_model_len or what the model has positions for"
+            )
+        if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
+            raise RolloutError(
+                f"request {request.request_id!r}: temperature={sampling.temperature} is below vLLM's smallest, "
+                f"{_LOWEST_TEMPERATURE}; use 0 (greedy) or at least that"
+            )
+
+    def _require_idle(self, what: str, error: type[VerlError]) -> None:
+        if self._tickets or self.engine.has_unfinished_requests():
+            raise error(f"{what}: {len(self._tickets)} requests are in flight; await them or abort() them first")
+
+    # -- memory
+
+    async def sleep(self, *, level: int | None = None) -> None:
+        """Give back the memory of the cache and of the weights.
+
+        Args:
+            level: 1 keeps the weights' values (on GPUs in the host's memory, on CPUs where they are), 2 drops them,
+                and the next wake needs an update first. None drops them when they can be read from the training
+                engine again, and else keeps them.
+
+        Raises:
+            RolloutError: requests are in flight.
+        """
+        if level not in (None, 1, 2):
+            raise RolloutError(f"sleep: level={level}; use 1 (keep the weights' values), 2 (drop them) or None")
+        self._require_idle("sleep", RolloutError)
+        self._awake.clear()
+        if level == 2:
+            self._live = None
+        self._release(keep_weights=level == 1 or (level is None and not self._can_reload()))
+        if level == 2 and "weights" not in self._resident:
+            self._complete = False
+
+    async def wake(self, parts: Iterable[MemoryPart] = MEMORY_PARTS) -> None:
+        """Make ready again, weights before the cache; see :meth:`RolloutEngine.wake`.
+
+        Raises:
+            RolloutError: the weights were dropped and the training engine's have changed since.
+        """
+        wanted = set(parts)
+        unknown = wanted - set(MEMORY_PARTS)
+        if unknown:
+            raise RolloutError(f"wake: unknown parts {sorted(unknown)}; use {', '.join(MEMORY_PARTS)}")
+        self._make_resident([part for part in MEMORY_PARTS if part in wanted])
+        self._awake |= wanted
+
+    def memory(self) -> RolloutMemory:
+        """Bytes held now, on the engine's device and by this rank."""
+        cache, weights = self._rpc("verl_memory")
+        if weights is None:  # vLLM does not say what converted weights take
+            weights = self.manifest.nbytes // (1 if self._group is None else dist.get_world_size(self._group))
+        return RolloutMemory(
+            kv_cache=cache if "kv_cache" in self._resident else 0,
+            owned_weights=weights if "weights" in self._resident else 0,
+            aliased_weights=0,
+        )
+
+    def _release(self, *, keep_weights: bool) -> None:
+        """Free what is held; ``_resident`` keeps what could not be freed."""
+        self.engine.reset_prefix_cache()
+        if self.device.type == "cpu":
+            if "kv_cache" in self._resident and self._rpc("verl_release_cache"):
+                self._resident.discard("kv_cache")
+            if "weights" in self._resident and not keep_weights and self._rpc("verl_release_weights"):
+                self._resident.discard("weights")
+        elif self.frees_memory and self._resident:
+            if len(self._resident) < len(MEMORY_PARTS):  # vLLM goes to sleep as a whole
+                self.engine.wake_up([part for part in MEMORY_PARTS if part not in self._resident])
+            self.engine.sleep(level=1 if keep_weights else 2)
+            self._resident.clear()
+            self._dropped = not keep_weights
+
+    def _make_resident(self, parts: Iterable[MemoryPart], *, restore: bool = True) -> None:
+        for part in parts:
+            if part in self._resident:
+                continue
+            if self.device.type == "cpu":
+                dropped = part == "weights"
+                if part == "kv_cache":
+                    self._rpc("verl_restore_cache")
+            else:
+                dropped = part == "weights" and self._dropped
+                self.engine.wake_up([part])
+            if dropped and restore and self._complete:
+                self._reload()
+            self._resident.add(part)
+
+    def _can_reload(self) -> bool:
+        return (
+            self._complete
+            and self._live is not None
+            and all(_version_of(item.tensor) == item.version for item in self._live.values())
+        )
+
+    def _reload(self) -> None:
+        """Read the training engine's weights again after they were dropped here."""
+        if not self._can_reload():
+            self._complete = False
+            raise RolloutError(
+                f"the weights of version {self._version} were given back and the training engine's have changed since; "
+                "hand over the new ones (sync_weights) before generating"
+            )
+        assert self._live is not None
+        self._rpc("verl_begin_update")
+        self._rpc("verl_load", [(name, item.tensor) for name, item in self._live.items()])
+        self._rpc("verl_end_update")
+
+    # -- weights
+
+    async def begin_update(self, version: int) -> None:
+        """Start to receive weights; see :meth:`RolloutEngine.begin_update`."""
+        self._require_idle("begin_update", WeightSyncError)
+        if self._next_version is not None:
+            raise WeightSyncError(f"the update to version {self._next_version} is still running; end it first")
+        self._make_resident(["weights"], restore=False)
+        self._awake.add("weights")
+        self._complete = False
+        self._live = {}
+        self.manifest.begin()
+        self._rpc("verl_begin_update")
+        self._next_version = version
+
+    async def load(self, bucket: Iterable[tuple[str, torch.Tensor]], *, live: bool = True) -> None:
+        """Take some of the weights; see :meth:`RolloutEngine.load`."""
+        if self._next_version is None:
+            raise WeightSyncError("weights arrived outside of an update; call begin_update first")
+        try:
+            weights = list(self.manifest.accept(bucket))
+            self._rpc("verl_load", weights)
+        except BaseException as error:
+            self._cancel_update()
+            if isinstance(error, VerlError) or not isinstance(error, Exception):
+                raise
+            raise WeightSyncError(f"vLLM did not take the weights: {type(error).__name__}: {error}") from error
+        if not live:
+            self._live = None
+        elif self._live is not None:
+            self._live.update({name: _Live(tensor, _version_of(tensor)) for name, tensor in weights})
+
+    async def end_update(self) -> None:
+        """Finish the update; see :meth:`RolloutEngine.end_update`."""
+        if self._next_version is None:
+            raise WeightSyncError("no weight update is running; call begin_update first")
+        version = self._next_version
+        try:
+            self.manifest.end()
+            self._rpc("verl_end_update")
+        except BaseException:
+            self._cancel_update()
+            raise
+        self._next_version = None
+        self.engine.reset_prefix_cache()
+        self._complete = True
+        self._version = version
+
+    async def checksums(self, source: Mapping[str, torch.Tensor] | None = None) -> dict[str, str]:
+        """Digest per weight of this rank's part; see :meth:`RolloutEngine.checksums`."""
+        digests: dict[str, str] = self._rpc("verl_digests", source)
+        return digests
+
+    def _cancel_update(self) -> None:
+        self._next_version = None
+        self._live = None
+        self._rpc("verl_cancel_update")
+
+    # -- vLLM
+
+    def _rpc(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the worker, which lives in this process; arguments are passed by reference."""
+        (result,) = self.engine.collective_rpc(method, args=arguments)
+        return result
+
+    def _check_head_size(self) -> None:
+        """vLLM's CPU attention has fixed head sizes and says so only when it runs."""
+        if self.device.type != "cpu" or self.engine.model_config.use_mla:
+            return
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        size, served = self.engine.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+        if size not in served:
+            raise ConfigError(
+                f"the model's attention heads have {size} values; on CPUs vLLM serves {', '.join(map(str, served))}: "
+                "set actor_rollout_ref.rollout.name=hf"
+            )
+
+
+def _start_engine(arguments: dict[str, Any], device: torch.device) -> Any:
+    """vLLM's engine in this process.
+
+    Raises:
+        ConfigError: vLLM refuses the model or an argument.
+    """
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    leave_stale_groups()
+    with own_environment(device.index), named_shared_memory():
+        try:
+            with deferred_packing() if device.type == "cpu" else contextlib.nullcontext():
+                settings = EngineArgs(**arguments).create_engine_config()
+                _require_own_model(settings.model_config)
+                engine = LLMEngine.from_vllm_config(settings, disable_log_stats=True)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"vLLM cannot be set up for rollout.name=vllm: {error}") from error
+        finally:
+            gc.unfreeze()  # vLLM takes everything that exists for its own and keeps it from collection
+    # when the engine is collected, vLLM would destroy the trainer's process groups with its own
+    engine.engine_core._finalizer.detach()
+    return engine
+
+
+def _require_own_model(model_config: Any) -> None:
+    """Refuse models that vLLM runs with Transformers' classes: it rewrites those, and the trainer uses them too.
+
+    Raises:
+        ConfigError: vLLM has no implementation of its own.
+    """
+    if str(model_config.architecture).startswith("Transformers"):
+        raise ConfigError(
+            f"vLLM has no implementation of its own for {', '.join(model_config.hf_config.architectures)}, and the one "
+            "that borrows from Transformers cannot share a process with the trainer; set "
+            "actor_rollout_ref.rollout.name=hf"
+        )
+
+
+def _parallel_group() -> dist.ProcessGroup | None:
+    """The group of ranks that share the weights; None when this rank has them alone."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group: Any = get_tp_group()
+    return group.cpu_group if group.world_size > 1 else None
+
+
+def _engine_input(request: GenerationRequest) -> dict[str, Any]:
+    return {"type": "token", "prompt_token_ids": request.prompt_ids}
+
+
+def _with_seed(request: GenerationRequest, key: str) -> GenerationRequest:
+    """The request under the engine's own name; ranks that share the weights must draw the same seed."""
+    sampling = request.sampling
+    if sampling.seed is None:
+        sampling = replace(sampling, seed=secrets.randbits(62))
+    return GenerationRequest(request.prompt_ids, sampling, key)
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to; -1 where torch does not count."""
+    return -1 if tensor.is_inference() else tensor._version

@@ -1,0 +1,517 @@
+"""New weights for a vLLM model, in place and one bucket at a time.
+
+vLLM fuses projections (q, k and v become one matrix) and splits them over tensor-parallel ranks; its own weight loaders
+know how, so every tensor goes through them. Two things are added here:
+
+- *In-place or reloaded.* Where vLLM keeps a layer's weights as they were loaded, the loaders write straight into the
+  memory that generation reads. Models with layers whose weights vLLM converts after loading (experts, latent attention,
+  quantisation) go through vLLM's layer-by-layer reload instead, which converts again.
+- *Packed matrices.* On CPUs vLLM multiplies with a packed copy of each matrix, which a loader does not reach: new
+  weights would be ignored without any sign, the output head of a tied model being the last to be noticed. Matrices are
+  therefore packed again after each update, the head like all others, and the plain copy is given back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from verl.errors import ConfigError, WeightSyncError
+
+logger = logging.getLogger(__name__)
+
+Named = tuple[str, torch.Tensor]
+
+
+# ---------------------------------------------------------------------------- which weights there are
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """One weight of the model; tied parameters are one weight with several names."""
+
+    names: tuple[str, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class WeightManifest:
+    """The weights that an update consists of, from the model's Hugging Face configuration.
+
+    Args:
+        config: a Transformers configuration.
+        dtype: of the weights in generation.
+        trust_remote_code: build classes that come with the model.
+
+    Raises:
+        ConfigError: Transformers cannot build the model.
+    """
+
+    def __init__(self, config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> None:
+        from transformers import AutoModelForCausalLM
+
+        try:
+            with torch.device("meta"):
+                module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"model type {config.model_type!r} cannot be built: {error}") from error
+        #: name of the model's class
+        self.architecture = type(module).__name__
+        groups: dict[Any, list[Named]] = {}
+        tied = dict(getattr(module, "all_tied_weights_keys", None) or {})
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        for name, tensor in parameters.items():
+            groups.setdefault(id(parameters[tied.get(name, name)]), []).append((name, tensor))
+        for name, tensor in module.state_dict().items():
+            if name not in parameters:  # buffers that belong to checkpoints
+                groups[name] = [(name, tensor)]
+        self._weights = [
+            _Expected(tuple(name for name, _ in group), group[0][1].shape, group[0][1].dtype)
+            for group in groups.values()
+        ]
+        self._by_name = {name: weight for weight in self._weights for name in weight.names}
+        self._received: dict[tuple[str, ...], torch.Tensor] = {}
+        self._module = module
+        #: weights that checkpoints hold under other names or in several pieces
+        self._converted = {
+            weight.names[0]
+            for group in groups.values()
+            for weight in (self._by_name[group[0][0]],)
+            if [name for name, _ in _as_in_checkpoint(module, *group[0])] != [group[0][0]]
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights, unsplit."""
+        return sum(weight.shape.numel() * weight.dtype.itemsize for weight in self._weights)
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """All names of a weight, the one for messages and checksums first.
+
+        Raises:
+            WeightSyncError: there is no such weight.
+        """
+        if name not in self._by_name:
+            near = [known for known in self._by_name if known.endswith(name.rsplit(".", 2)[-1])][:2]
+            raise WeightSyncError(
+                f"unexpected weight {name!r}: the rollout's model has no such parameter (similar ones: {near}); both "
+                "sides must be built from the same model configuration"
+            )
+        return self._by_name[name].names
+
+    def as_in_checkpoint(self, name: str, tensor: torch.Tensor) -> list[Named]:
+        """A weight as checkpoints hold it, which is the form that vLLM reads: experts one by one, for example."""
+        if self.names_of(name)[0] not in self._converted:
+            return [(name, tensor)]
+        return _as_in_checkpoint(self._module, name, tensor)
+
+    def begin(self) -> None:
+        """Forget what arrived before."""
+        self._received = {}
+
+    def accept(self, bucket: Iterable[Named]) -> Iterator[Named]:
+        """Check weights and pass them on; the second name of a tied weight is left out.
+
+        Raises:
+            WeightSyncError: an unknown name, a wrong shape, or tied weights that differ.
+        """
+        for name, tensor in bucket:
+            names = self.names_of(name)
+            tensor = tensor.detach()
+            expected = self._by_name[name]
+            if tensor.shape != expected.shape:
+                raise WeightSyncError(
+                    f"weight {name!r} has shape {tuple(tensor.shape)}, the rollout expects {tuple(expected.shape)}; "
+                    "a source must deliver whole, unsharded tensors"
+                )
+            if names in self._received:
+                before = self._received[names]
+                if before.data_ptr() != tensor.data_ptr() and not torch.equal(before.to(tensor), tensor):
+                    raise WeightSyncError(
+                        f"{' and '.join(names)} are tied in the rollout but arrived with different values; check "
+                        "tie_word_embeddings of the model configuration"
+                    )
+                continue
+            # only tied weights are compared later; holding the others would keep every bucket alive
+            self._received[names] = tensor if len(names) > 1 else tensor.new_empty(0)
+            yield name, tensor
+
+    def end(self) -> None:
+        """Check that everything arrived.
+
+        Raises:
+            WeightSyncError: weights are missing.
+        """
+        missing = [weight.names[0] for weight in self._weights if weight.names not in self._received]
+        self._received = {}
+        if missing:
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            raise WeightSyncError(
+                f"{len(missing)} of {len(self._weights)} weights did not arrive: {', '.join(missing[:5])}{more}; "
+                "the rollout stays without usable weights until a complete update"
+            )
+
+
+def _as_in_checkpoint(module: Any, name: str, tensor: torch.Tensor) -> list[Named]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return list(revert_weight_conversion(module, {name: tensor}).items())
+
+
+# ---------------------------------------------------------------------------- where a weight lies
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a part of a weight went: a view of one of vLLM's parameters, and the view of the source that filled it.
+
+    Attributes:
+        owner: name of the parameter.
+        size, stride, offset: of the view within the parameter.
+        source_stride, source_offset: of the view within the contiguous source.
+    """
+
+    owner: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    source_stride: tuple[int, ...]
+    source_offset: int
+
+
+class _CopyRecorder(TorchDispatchMode):
+    """Notes every copy from a source's memory into a parameter while a weight loader runs."""
+
+    def __init__(self, owners: Mapping[int, tuple[str, int]], source: torch.Tensor) -> None:
+        super().__init__()
+        self.owners = owners
+        self.source = source.untyped_storage().data_ptr()
+        self.start = source.storage_offset()
+        self.places: list[_Place] = []
+        self.plain = True  # False: a value was changed on its way
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            into, value = args[0], args[1]
+            owner = self.owners.get(into.untyped_storage().data_ptr())
+            if owner is not None:
+                same = value.untyped_storage().data_ptr() == self.source and value.shape == into.shape
+                self.plain &= same
+                name, start = owner
+                self.places.append(
+                    _Place(
+                        name,
+                        tuple(into.shape),
+                        into.stride(),
+                        into.storage_offset() - start,
+                        value.stride(),
+                        value.storage_offset() - self.start,
+                    )
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def digest(parts: Iterable[torch.Tensor], dtype: torch.dtype) -> str:
+    """One digest of tensors in a row, as values of ``dtype``; -0 counts as 0."""
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        # adding 0 turns -0 into 0, a difference that multiplication with a packed matrix does not keep
+        raw = part.detach().to(dtype).add(0).contiguous().reshape(-1).view(torch.uint8)
+        state.update(raw.cpu().numpy().tobytes())
+    return state.hexdigest()
+
+
+# ---------------------------------------------------------------------------- vLLM's model
+
+
+class ModelWeights:
+    """The weights inside one vLLM worker.
+
+    On CPUs the model must have been built under :func:`deferred_packing`.
+
+    Args:
+        model: vLLM's module.
+        model_config: vLLM's ``ModelConfig``, which the reload asks for.
+        manifest: the weights that an update consists of.
+        dtype: of the weights.
+        pack: multiply with packed matrices where vLLM would; False under compilation, which keeps what it traced.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        model_config: Any,
+        *,
+        manifest: WeightManifest,
+        dtype: torch.dtype,
+        pack: bool,
+    ) -> None:
+        self.model = model
+        self.model_config = model_config
+        self.manifest = manifest
+        self.names_of = manifest.names_of
+        self.dtype = dtype
+        self.in_place = not any(_is_converted(module) for module in model.modules())
+        #: matrices that generation multiplies with; an embedding that is only looked up is none
+        self._matrices: list[nn.Module] = []
+        #: those of them whose plain form nothing reads
+        self._packed_only: set[nn.Module] = set()
+        if pack:
+            heads = {id(getattr(module, "lm_head", None)) for module in model.modules()}
+            looked_up = {id(module.weight) for module in model.modules() if _is_embedding(module)}
+            for module in model.modules():
+                if hasattr(module, _MATRIX) and (not _is_embedding(module) or id(module) in heads):
+                    self._matrices.append(module)
+                    if id(module.weight) not in looked_up:
+                        self._packed_only.add(module)
+        self._ties_apart = _has_own_head(model)
+        self._places: dict[str, tuple[_Place, ...] | None] = {}
+        storages = {p.untyped_storage()._cdata: p.untyped_storage() for p in model.parameters()}
+        self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
+        self._packed_bytes = 0
+        if not self.in_place:
+            logger.info("%s: weights are converted after loading; updates reload layer by layer", type(model).__name__)
+            for module in model.modules() if pack else ():
+                if hasattr(module, _MATRIX):
+                    _pack(module, remove_weight=getattr(module, _MATRIX))
+
+    # -- update
+
+    def begin(self) -> None:
+        """Make room for new weights."""
+        if self.in_place:
+            self._allocate()
+            return
+        from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    @torch.no_grad()
+    def load(self, bucket: Iterable[Named]) -> None:
+        """Write some of the new weights.
+
+        Raises:
+            WeightSyncError: vLLM has no place for one of them.
+        """
+        known: list[Named] = []
+        for name, tensor in bucket:
+            if self.in_place and self.names_of(name)[0] not in self._places:
+                self._load_and_note(name, tensor)
+            else:
+                known += self._for_vllm(name, tensor)
+        if known:
+            self.model.load_weights(known)
+        if not self.in_place:
+            self._keep_pending()
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Make the new weights those that generation uses."""
+        if self.in_place:
+            for module in self._matrices:
+                _pack(module, remove_weight=False)
+                self._packed_bytes += module.weight.nbytes
+                if module in self._packed_only:
+                    module.weight.untyped_storage().resize_(0)
+            return
+        self._finish_reload()
+        for module in self._matrices:
+            # a head that shares the embedding's matrix brings no weight of its own, and the reload passes it by
+            if module not in self._packed_only:
+                _pack(module, remove_weight=False)
+
+    def cancel(self) -> None:
+        """Leave a failed update; the weights are unusable until the next complete one."""
+        if not self.in_place:
+            self._finish_reload()
+
+    def _finish_reload(self) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def _load_and_note(self, name: str, tensor: torch.Tensor) -> None:
+        """Load one weight and remember where it went."""
+        source = tensor.contiguous()
+        owners: dict[int, tuple[str, int]] = {}
+        for owner, item in self._tensors().items():
+            owners.setdefault(item.untyped_storage().data_ptr(), (owner, item.storage_offset()))
+        loaded: set[str] = set()
+        with _CopyRecorder(owners, source) as recorder:
+            for item in self._for_vllm(name, source):
+                loaded |= set(self.model.load_weights([item]) or ())
+        if not recorder.places and not loaded:
+            raise WeightSyncError(
+                f"vLLM's {type(self.model).__name__} has no place for weight {name!r}; it serves the model in another "
+                "form than Transformers trains it"
+            )
+        self._places[self.names_of(name)[0]] = tuple(recorder.places) if recorder.plain else None
+
+    def _for_vllm(self, name: str, tensor: torch.Tensor) -> list[Named]:
+        """A weight for every place that vLLM has for it; one place even for tied weights, unless it keeps two."""
+        names = self.names_of(name) if self._ties_apart else (name,)
+        return [item for other in names for item in self.manifest.as_in_checkpoint(other, tensor)]
+
+    def _keep_pending(self) -> None:
+        """Copy what vLLM holds back until a layer is complete: the source may reuse its memory after the call."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for module in self.model.modules():
+            for _, bound in get_layerwise_info(module).loaded_weights:
+                for key, value in bound.arguments.items():
+                    if isinstance(value, torch.Tensor) and not value.is_meta and not hasattr(value, _KEPT):
+                        bound.arguments[key] = kept = value.clone()
+                        setattr(kept, _KEPT, True)
+
+    # -- comparison
+
+    @torch.no_grad()
+    def digests(self, source: Mapping[str, torch.Tensor] | None = None) -> dict[str, str]:
+        """Digest per weight of what generation uses on this rank, or of the same part of ``source``.
+
+        Packed matrices are read back by multiplying them with the identity. Weights that vLLM changes on their way
+        are left out.
+
+        Raises:
+            WeightSyncError: the model's weights are converted after loading, so there is nothing to compare.
+        """
+        if not self.in_place:
+            raise WeightSyncError(
+                f"{type(self.model).__name__} converts its weights after loading; its checksums cannot be compared "
+                "with the trainer's: unset VERL_SYNC_CHECK"
+            )
+        found: dict[str, str] = {}
+        if source is not None:
+            for name, tensor in source.items():
+                key = self.names_of(name)[0]
+                places = self._places.get(key)
+                if places and key not in found:
+                    whole = tensor.detach().contiguous()
+                    start = whole.storage_offset()
+                    parts = [whole.as_strided(p.size, p.source_stride, start + p.source_offset) for p in places]
+                    found[key] = digest(parts, self.dtype)
+            return found
+        tensors = self._tensors()
+        packed = {id(module.weight): module for module in self._matrices if module in self._packed_only}
+        owner, whole = "", torch.empty(0)
+        for key, noted in self._places.items():
+            parts = []
+            for place in noted or ():
+                if place.owner != owner:
+                    tensor = tensors[place.owner]
+                    module = packed.get(id(tensor))
+                    owner, whole = place.owner, tensor.detach() if module is None else _unpack(module)
+                parts.append(whole.as_strided(place.size, place.stride, whole.storage_offset() + place.offset))
+            if parts:
+                found[key] = digest(parts, self.dtype)
+        return found
+
+    # -- memory
+
+    def nbytes(self) -> int | None:
+        """Bytes of weights held now, packed matrices counted at their plain size; None where vLLM does not say."""
+        return sum(storage.nbytes() for storage, _ in self._storages) + self._packed_bytes if self.in_place else None
+
+    def release(self) -> bool:
+        """Give the memory of all weights back, without their values; whether that was possible."""
+        if not self.in_place:
+            return False
+        self._drop_packed()
+        for storage, _ in self._storages:
+            storage.resize_(0)
+        return True
+
+    def _allocate(self) -> None:
+        self._drop_packed()
+        for storage, nbytes in self._storages:
+            if storage.nbytes() != nbytes:
+                storage.resize_(nbytes)
+
+    def _drop_packed(self) -> None:
+        for module in self._matrices:
+            module.cpu_linear = nn.functional.linear
+        self._packed_bytes = 0
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers by vLLM's names."""
+        return dict(self.model.state_dict(keep_vars=True))
+
+
+# ---------------------------------------------------------------------------- packed matrices
+
+#: marks a layer whose matrix vLLM would have packed; the value says whether it would have dropped the plain form
+_MATRIX = "_verl_matrix"
+_KEPT = "_verl_kept"
+
+
+@contextlib.contextmanager
+def deferred_packing() -> Iterator[None]:
+    """Models that vLLM builds inside keep plain matrices (CPU); :class:`ModelWeights` packs them after each update."""
+    from vllm.model_executor.layers import utils
+
+    def keep_plain(layer: nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = nn.functional.linear
+        if layer.weight.dim() == 2:
+            setattr(layer, _MATRIX, remove_weight)
+        else:  # not a matrix: vLLM's own form, which only its reload can update
+            original(layer, remove_weight)
+
+    original = utils.dispatch_cpu_unquantized_gemm
+    utils.dispatch_cpu_unquantized_gemm = keep_plain
+    try:
+        yield
+    finally:
+        utils.dispatch_cpu_unquantized_gemm = original
+
+
+def _pack(module: nn.Module, *, remove_weight: bool) -> None:
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    dispatch_cpu_unquantized_gemm(module, remove_weight)
+
+
+def _unpack(module: nn.Module) -> torch.Tensor:
+    """The matrix that a packed layer multiplies with."""
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]
+    rows, columns = weight.shape
+    product: torch.Tensor = module.cpu_linear(torch.eye(columns, dtype=weight.dtype), weight, None)  # type: ignore[operator]
+    return product.t().contiguous().reshape(rows, columns)
+
+
+def _is_converted(module: nn.Module) -> bool:
+    """Whether vLLM turns a layer's weights into another form after loading them."""
+    from vllm.model_executor.layers.attention import MLAAttention
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    if isinstance(module, MLAAttention):
+        return True
+    method = getattr(module, "quant_method", None)
+    if not isinstance(method, QuantizeMethodBase):
+        return False
+    weight = getattr(module, "weight", None)
+    plain = isinstance(weight, torch.Tensor) and (weight.dim() == 2 or weight.device.type != "cpu")
+    return type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod) or not plain
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    return isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+
+
+def _has_own_head(model: nn.Module) -> bool:
+    """Whether the output head is a matrix of its own, also where the policy's is tied to the embedding."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    looked_up = {id(module.weight) for module in model.modules() if _is_embedding(module)}
+    return any(isinstance(m, ParallelLMHead) and id(m.weight) not in looked_up for m in model.modules())

@@ -1,0 +1,105 @@
+"""What is added to vLLM's worker: new weights, and on CPUs the release of memory, which vLLM does not have there."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from verl.workers.rollout.vllm_weights import ModelWeights, Named, WeightManifest
+
+#: what vLLM imports
+EXTENSION = "verl.workers.rollout.vllm_worker.WorkerExtension"
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class; ``collective_rpc`` calls its methods on every rank."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def verl_attach(self, manifest: WeightManifest, dtype: torch.dtype, pack: bool) -> bool:
+        """Take charge of the weights of the model that was loaded; whether they are updated in place."""
+        self._verl_weights = ModelWeights(
+            self.model_runner.get_model(), self.vllm_config.model_config, manifest=manifest, dtype=dtype, pack=pack
+        )
+        self._verl_cache_held = True
+        return self._verl_weights.in_place
+
+    def verl_begin_update(self) -> None:
+        """See :meth:`ModelWeights.begin`."""
+        with self._verl_config():
+            self._verl_weights.begin()
+
+    def verl_load(self, bucket: Iterable[Named]) -> None:
+        """See :meth:`ModelWeights.load`."""
+        with self._verl_config():
+            self._verl_weights.load(bucket)
+
+    def verl_end_update(self) -> None:
+        """See :meth:`ModelWeights.end`."""
+        with self._verl_config():
+            self._verl_weights.end()
+
+    def verl_cancel_update(self) -> None:
+        """See :meth:`ModelWeights.cancel`."""
+        with self._verl_config():
+            self._verl_weights.cancel()
+
+    def verl_digests(self, source: Mapping[str, torch.Tensor] | None) -> dict[str, str]:
+        """See :meth:`ModelWeights.digests`."""
+        return self._verl_weights.digests(source)
+
+    def verl_release_weights(self) -> bool:
+        """See :meth:`ModelWeights.release`."""
+        return self._verl_weights.release()
+
+    def verl_release_cache(self) -> bool:
+        """Give the memory of the key-value cache back (CPU); whether that was possible."""
+        freed = [forget_pages(storage) for storage in self._verl_cache_storages()]
+        self._verl_cache_held = not all(freed)
+        return not self._verl_cache_held
+
+    def verl_restore_cache(self) -> None:
+        """The cache may be used again (CPU); its memory is taken as it fills."""
+        self._verl_cache_held = True
+
+    def verl_memory(self) -> tuple[int, int | None]:
+        """Bytes of the key-value cache and of the weights (None: unknown)."""
+        cache = sum(storage.nbytes() for storage in self._verl_cache_storages()) if self._verl_cache_held else 0
+        return cache, self._verl_weights.nbytes()
+
+    def _verl_cache_storages(self) -> list[torch.UntypedStorage]:
+        tensors: list[torch.Tensor] = []
+        for cache in self.model_runner.kv_caches:
+            tensors += cache if isinstance(cache, list | tuple) else [cache]
+        return list({t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values())
+
+    def _verl_config(self) -> Any:
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(self.vllm_config)
+
+
+def forget_pages(storage: torch.UntypedStorage) -> bool:
+    """Give the physical memory of a CPU storage back to the system; whether that was possible.
+
+    The addresses stay valid, which vLLM's cache tensors need, and read as zeros, as after allocation; touched pages
+    get memory again.
+    """
+    if not sys.platform.startswith("linux") or storage.device.type != "cpu":
+        return False
+    page = mmap.PAGESIZE
+    start = -(-storage.data_ptr() // page) * page
+    length = (storage.data_ptr() + storage.nbytes()) // page * page - start
+    return length <= 0 or _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED) == 0
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
