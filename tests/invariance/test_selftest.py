@@ -63,7 +63,7 @@ def test_every_registered_name_is_exact_under_every_cut() -> None:
     checked = rows(report)
     assert {f"estimator {name}" for name in ADV_ESTIMATORS} <= checked
     assert {f"loss {name}" for name in POLICY_LOSSES} <= checked
-    assert {"value", "entropy", "kl k1", "kl k2+", "kl k3", "kl-reward abs", "sft"} <= checked
+    assert {"value", "entropy", "kl k1", "kl k2+", "kl k3", "kl-reward abs", "sft", "implicit-reward"} <= checked
     assert report.checks()[-3:] == ["2 ranks", "first step", "laws"]
 
 

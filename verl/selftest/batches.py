@@ -51,6 +51,12 @@ def _states(batch: Mapping[str, Any], generator: torch.Generator) -> Tensor:
     return torch.randint(0, 2, batch["response_mask"].shape, generator=generator)
 
 
+@register_field("outcomes")
+def _outcomes(batch: Mapping[str, Any], generator: torch.Generator) -> Tensor:
+    """Right or wrong, ``(B,)``."""
+    return torch.randint(0, 2, batch["response_mask"].shape[:1], generator=generator).float()
+
+
 def make_batch(seed: int = 0) -> Fields:
     """The rollout's fields, token rewards and group labels of eight ragged rows.
 
@@ -128,8 +134,8 @@ def _make(name: str, batch: Mapping[str, Any], generator: torch.Generator) -> An
         value = torch.ones(dims)
     elif kinds[0] != "float32":
         value = torch.randint(0, 3, dims, generator=generator)
-    elif "log_prob" in name:
-        value = -(0.3 + 4.0 * torch.rand(dims, generator=generator))
+    elif "log_prob" in name and "old_log_probs" in batch and dims == list(mask.shape):
+        value = batch["old_log_probs"] + 0.5 * torch.randn(dims, generator=generator)
     elif "squared" in name:
         value = torch.rand(dims, generator=generator)
     elif "weight" in name:

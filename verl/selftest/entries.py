@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verl.algorithms.kl import KL_PENALTIES, FixedKLController
 from verl.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, fields_needed, make_state
-from verl.config import ActorConfig, AlgorithmConfig, CriticConfig
+from verl.config import ActorConfig, AlgorithmConfig, CriticConfig, RewardModelConfig
 from verl.config.actor import LOSS_AGG_MODES
 from verl.protocol import DataProto
 from verl.schema import FIELDS
@@ -23,7 +23,7 @@ from verl.selftest.backends import Backend
 from verl.selftest.batches import REWARD_COMPONENTS, Fields, add_fields
 from verl.selftest.cuts import PLAIN, Cut, apply_cut, soil, undo
 from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage
-from verl.workers.losses import ActorLoss, actor_loss, critic_loss, sft_loss
+from verl.workers.losses import ActorLoss, actor_loss, critic_loss, implicit_reward_model_loss, sft_loss
 
 #: names that stand for the same KL estimate as another
 _KL_ALIASES = frozenset({"kl", "mse", "low_var_kl"})
@@ -61,7 +61,7 @@ class Entry:
     """One subject of the self-test.
 
     Attributes:
-        kind: ``estimator``, ``loss``, ``entropy``, ``kl``, ``kl-reward``, ``value`` or ``sft``.
+        kind: ``estimator``, ``loss``, ``entropy``, ``kl``, ``kl-reward``, ``value``, ``sft`` or ``implicit-reward``.
         name: in its registry.
         agg: ``loss_agg_mode``.
         weights: whether the batch has rollout importance weights.
@@ -146,6 +146,7 @@ def _all_entries(full: bool) -> Iterator[Entry]:
     for mode in modes:
         yield Entry("value", "", mode)
     yield Entry("sft", "")
+    yield Entry("implicit-reward", "")
 
 
 def _settings(kind: str, name: str, full: bool) -> list[tuple[tuple[str, Any], ...]]:
@@ -190,6 +191,8 @@ def build_loss(entry: Entry) -> Any:
         return None
     if entry.kind == "sft":
         return sft_loss()
+    if entry.kind == "implicit-reward":
+        return implicit_reward_model_loss(RewardModelConfig())
     if entry.kind == "value":
         critic = CriticConfig()
         critic.loss_agg_mode = entry.agg
