@@ -115,7 +115,8 @@ def _build_root(folder: str, readable: Sequence[str]) -> None:
         _attach(tree, path.lstrip("/"), directory=False)
     os.makedirs("etc", exist_ok=True)
     Path("etc/passwd").write_text(f"user:x:0:0::{WORK_DIR}:/bin/sh\n")
-    os.symlink(WORK_DIR, "tmp")
+    if not os.path.lexists("tmp"):  # a folder where something readable lies in it: TMPDIR leads programs past it
+        os.symlink(WORK_DIR, "tmp")
     for name in ("proc", WORK_DIR.lstrip("/")):
         os.makedirs(name, exist_ok=True)
     with suppress(OSError):  # a container may forbid it; the limit of memory then holds per process only
