@@ -18,7 +18,7 @@ import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -318,7 +318,7 @@ class ModelWeights:
         if self.in_place:
             for module in self._matrices:
                 _pack(module, remove_weight=False)
-                self._packed_bytes += module.weight.nbytes
+                self._packed_bytes += cast(torch.Tensor, module.weight).nbytes
                 if module in self._packed_only:
                     module.weight.untyped_storage().resize_(0)
             return
@@ -343,11 +343,11 @@ class ModelWeights:
         source = tensor.contiguous()
         owners: dict[int, tuple[str, int]] = {}
         for owner, item in self._tensors().items():
-            owners.setdefault(item.untyped_storage().data_ptr(), (owner, item.storage_offset()))
+            owners.setdefault(item.untyped_storage().data_ptr(), (owner, int(item.storage_offset())))
         loaded: set[str] = set()
         with _CopyRecorder(owners, source) as recorder:
-            for item in self._for_vllm(name, source):
-                loaded |= set(self.model.load_weights([item]) or ())
+            for weight in self._for_vllm(name, source):
+                loaded |= set(self.model.load_weights([weight]) or ())
         if not recorder.places and not loaded:
             raise WeightSyncError(
                 f"vLLM's {type(self.model).__name__} has no place for weight {name!r}; it serves the model in another "
@@ -437,7 +437,7 @@ class ModelWeights:
 
     def _drop_packed(self) -> None:
         for module in self._matrices:
-            module.cpu_linear = nn.functional.linear
+            module.cpu_linear = nn.functional.linear  # type: ignore[assignment]  # vLLM's hook, a plain function
         self._packed_bytes = 0
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -458,7 +458,7 @@ def deferred_packing() -> Iterator[None]:
     from vllm.model_executor.layers import utils
 
     def keep_plain(layer: nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = nn.functional.linear
+        layer.cpu_linear = nn.functional.linear  # type: ignore[assignment]  # vLLM's hook, a plain function
         if layer.weight.dim() == 2:
             setattr(layer, _MATRIX, remove_weight)
         else:  # not a matrix: vLLM's own form, which only its reload can update
