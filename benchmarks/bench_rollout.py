@@ -1,9 +1,11 @@
-"""How much faster the built-in rollout engine is than Transformers' ``generate``, on one CPU thread.
+"""How much faster the rollout engines are than Transformers' ``generate``, on one CPU thread.
 
-Both sample the same number of tokens from the same random model in the same process; CPU seconds are compared, the
-best of several alternating repeats. The last line is JSON: the ratios are ``generate`` / engine.
+All sample the same number of tokens from the same random model in the same process; CPU seconds are compared, the
+best of several alternating repeats. The last line is JSON: the ratios are ``generate`` / engine. vLLM needs its own
+environment (``make install-vllm``) and heads of a size that it serves.
 
     python benchmarks/bench_rollout.py [--repeats 5] [--case small]
+    .venv-vllm/bin/python benchmarks/bench_rollout.py --engine hf --engine vllm --case medium
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,8 +26,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from verl.config import ModelConfig, RolloutConfig
-from verl.workers.rollout.base import GenerationRequest, SamplingParams
-from verl.workers.rollout.hf.engine import HFRolloutEngine
+from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.base import GenerationRequest, RolloutEngine, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,12 @@ class Case:
 
 CASES = {
     "small": Case(96, 288, 3, 4, 2, 64, 8, (34, 34), 12),
+    "small_heads32": Case(96, 288, 3, 3, 1, 64, 8, (34, 34), 12),
     "small_stop": Case(96, 288, 3, 4, 2, 64, 8, (34, 34), 12, stop=True),
     "small_ragged": Case(96, 288, 3, 4, 2, 64, 8, (16, 48), 12, stop=True),
     "medium": Case(320, 1088, 6, 10, 2, 16, 8, (48, 48), 32),
     "medium_ragged": Case(320, 1088, 6, 10, 2, 16, 8, (24, 96), 32, stop=True),
+    "medium_long": Case(320, 1088, 6, 10, 2, 16, 8, (48, 48), 200),
     "medium_bf16": Case(320, 1088, 6, 10, 2, 16, 8, (48, 48), 32, dtype="bfloat16"),
 }
 VOCABULARY, EOS, PAD = 104, 1, 0
@@ -72,8 +76,8 @@ def cpu_seconds(run: Callable[[], int]) -> tuple[float, int]:
     return time.process_time() - start, tokens
 
 
-def bench(case: Case, repeats: int) -> dict[str, float]:
-    """Run one case."""
+def bench(case: Case, repeats: int, names: Sequence[str]) -> dict[str, float]:
+    """Run one case with the engines called ``names``."""
     torch.manual_seed(0)
     config = Qwen2Config(
         hidden_size=case.hidden,
@@ -89,24 +93,33 @@ def bench(case: Case, repeats: int) -> dict[str, float]:
     )
     dtype = getattr(torch, case.dtype)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    engines: dict[str, RolloutEngine] = {}
     with tempfile.TemporaryDirectory() as directory:
         config.save_pretrained(directory)
-        rollout = RolloutConfig(dtype=case.dtype)
-        engine = HFRolloutEngine(ModelConfig(path=directory), rollout, device="cpu")
+        for name in names:
+            rollout = RolloutConfig(
+                name=name,
+                dtype=case.dtype,
+                prompt_length=case.prompt_lengths[1],
+                response_length=case.new_tokens,
+                max_num_seqs=case.prompts * case.samples,
+            )
+            engines[name] = get_rollout_class(name)(ModelConfig(path=directory), rollout, device="cpu")
 
-    async def load() -> None:
+    async def load(engine: RolloutEngine) -> None:
         await engine.begin_update(1)
         await engine.load(model.named_parameters())
         await engine.end_update()
 
-    asyncio.run(load())
+    for engine in engines.values():
+        asyncio.run(load(engine))
     generator = torch.Generator().manual_seed(1)
     low, high = case.prompt_lengths
     lengths = torch.randint(low, high + 1, (case.prompts,), generator=generator).tolist()
     prompts = [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
     rows = [prompt for prompt in prompts for _ in range(case.samples)]
 
-    def run_engine() -> int:
+    def run_engine(engine: RolloutEngine) -> int:
         requests = [
             GenerationRequest(row, SamplingParams(case.new_tokens, seed=i, ignore_eos=not case.stop), str(i))
             for i, row in enumerate(rows)
@@ -129,21 +142,23 @@ def bench(case: Case, repeats: int) -> dict[str, float]:
         ended = (out == EOS).cumsum(1).sub((out == EOS).long())
         return int((ended == 0).sum()) if case.stop else out.numel()
 
-    best_engine = best_generate = (float("inf"), 0)
-    run_engine()
+    best_generate = (float("inf"), 0)
+    best = dict.fromkeys(engines, (float("inf"), 0))
     run_generate()
+    for engine in engines.values():
+        run_engine(engine)
     for _ in range(repeats):
-        best_engine = min(best_engine, cpu_seconds(run_engine))
+        for name, engine in engines.items():
+            best[name] = min(best[name], cpu_seconds(lambda engine=engine: run_engine(engine)))
         best_generate = min(best_generate, cpu_seconds(run_generate))
-    engine_rate = best_engine[1] / best_engine[0]
     generate_rate = best_generate[1] / best_generate[0]
-    return {
-        "engine_cpu_s": round(best_engine[0], 4),
-        "generate_cpu_s": round(best_generate[0], 4),
-        "engine_tokens_per_cpu_s": round(engine_rate, 1),
-        "generate_tokens_per_cpu_s": round(generate_rate, 1),
-        "ratio": round(engine_rate / generate_rate, 3),
-    }
+    result = {"generate_cpu_s": best_generate[0], "generate_tokens_per_cpu_s": generate_rate}
+    for name, (seconds, tokens) in best.items():
+        prefix = "" if name == "hf" else f"{name}_"
+        result[f"{prefix or 'engine_'}cpu_s"] = seconds
+        result[f"{prefix or 'engine_'}tokens_per_cpu_s"] = tokens / seconds
+        result[f"{prefix}ratio"] = tokens / seconds / generate_rate
+    return {key: round(value, 4) for key, value in result.items()}
 
 
 def main() -> None:
@@ -151,11 +166,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--case", action="append", choices=sorted(CASES))
+    parser.add_argument("--engine", action="append", choices=("hf", "vllm"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    results = {name: bench(CASES[name], arguments.repeats) for name in arguments.case or CASES}
+    engines = arguments.engine or ["hf"]
+    results = {name: bench(CASES[name], arguments.repeats, engines) for name in arguments.case or CASES}
     for name, result in results.items():
-        print(f"{name:14s} {result['ratio']:.2f}x  {result}")
+        ratios = "  ".join(f"{key} {value:.2f}x" for key, value in result.items() if key.endswith("ratio"))
+        print(f"{name:14s} {ratios}  {result}")
     print(json.dumps({"benchmark": "rollout", **results}))
 
 

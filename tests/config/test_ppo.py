@@ -67,6 +67,10 @@ def test_the_smallest_command_line(ppo):
             f"{ARR}.actor.fsdp_config.fsdp_size=3: must divide trainer.nnodes * trainer.n_gpus_per_node = 4",
         ),
         (
+            [f"{ARR}.rollout.name=vllm", f"{ARR}.rollout.tensor_model_parallel_size=3"],
+            f"{ARR}.rollout.tensor_model_parallel_size=3: must divide trainer.n_gpus_per_node = 2",
+        ),
+        (
             [f"{ARR}.actor.fsdp_config.fsdp_size=0"],
             f"{ARR}.actor.fsdp_config.fsdp_size=0: must be -1 (all ranks) or a positive number of ranks",
         ),

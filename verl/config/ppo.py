@@ -270,6 +270,12 @@ class PPOConfig(Config):
                 f"trainer.controller='local': runs one worker, but trainer.nnodes * trainer.n_gpus_per_node = "
                 f"{trainer.nnodes} * {trainer.n_gpus_per_node} = {world}; set both to 1, or use trainer.controller=ray"
             )
+        parallel = self.actor_rollout_ref.rollout.tensor_model_parallel_size
+        if trainer.n_gpus_per_node % parallel:
+            yield (
+                f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}: must divide trainer.n_gpus_per_node "
+                f"= {trainer.n_gpus_per_node}"
+            )
         shards: list[tuple[str, FSDPConfig]] = [
             ("actor_rollout_ref.actor", self.actor_rollout_ref.actor.fsdp_config),
             ("actor_rollout_ref.ref", self.actor_rollout_ref.ref.fsdp_config),

@@ -244,6 +244,17 @@ def test_a_changed_packed_matrix_is_noticed(engine: Any, model: torch.nn.Module)
     assert [name for name in before if before[name] != after[name]] == ["model.layers.1.self_attn.k_proj.weight"]
 
 
+def test_a_stale_head_of_a_tied_model_is_noticed(engine: Any, model: torch.nn.Module) -> None:
+    head = engine._rpc("get_model").lm_head
+    fresh, stale = head.cpu_linear, torch.randn(*head.weight.shape)
+    head.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, stale, bias)
+    try:
+        mine, expected = run_blocking(engine.checksums()), run_blocking(engine.checksums(weights_of(model)))
+    finally:
+        head.cpu_linear = fresh
+    assert [name for name in mine if mine[name] != expected[name]] == ["model.embed_tokens.weight"]
+
+
 def test_cached_beginnings_do_not_outlive_their_weights(engine: Any, model: torch.nn.Module, tmp_path: Path) -> None:
     small: Any = make_vllm_engine(model, tmp_path, engine_kwargs=EngineKwargsConfig(vllm={"block_size": 32}))
     prompts = random_prompts([70])

@@ -18,7 +18,7 @@ import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -196,7 +196,7 @@ class _CopyRecorder(TorchDispatchMode):
         write: let the copies happen.
     """
 
-    def __init__(self, owners: Mapping[int, tuple[str, int]], source: torch.Tensor, *, write: bool) -> None:
+    def __init__(self, owners: Mapping[int, tuple[str, Any]], source: torch.Tensor, *, write: bool) -> None:
         super().__init__()
         self.owners = owners
         self.write = write
@@ -327,9 +327,9 @@ class ModelWeights:
         if self.in_place:
             for module in self._matrices:
                 _pack(module, remove_weight=False)
-                self._packed_bytes += module.weight.nbytes
+                self._packed_bytes += _weight(module).nbytes
                 if module in self._packed_only:
-                    module.weight.untyped_storage().resize_(0)
+                    _weight(module).untyped_storage().resize_(0)
             return
         self._finish_reload()
         for module in self._matrices:
@@ -350,13 +350,13 @@ class ModelWeights:
     def _note(self, name: str, tensor: torch.Tensor, *, write: bool) -> None:
         """Find out where one weight goes, and load it there if it is to be written."""
         source = tensor.contiguous()
-        owners: dict[int, tuple[str, int]] = {}
+        owners: dict[int, tuple[str, Any]] = {}
         for owner, item in self._tensors().items():
             owners.setdefault(item.untyped_storage()._cdata, (owner, item.storage_offset()))
         loaded: set[str] = set()
         with _CopyRecorder(owners, source, write=write) as recorder:
-            for item in self._for_vllm(name, source):
-                loaded |= set(self.model.load_weights([item]) or ())
+            for piece in self._for_vllm(name, source):
+                loaded |= set(self.model.load_weights([piece]) or ())
         if not recorder.places and not loaded:
             raise WeightSyncError(
                 f"vLLM's {type(self.model).__name__} has no place for weight {name!r}; it serves the model in another "
@@ -411,19 +411,28 @@ class ModelWeights:
                     found[key] = digest(parts, self.dtype)
             return found
         tensors = self._tensors()
-        packed = {id(module.weight): module for module in self._matrices if module in self._packed_only}
-        owner, whole = "", torch.empty(0)
+        packed = {id(module.weight): module for module in self._matrices}
+        owner = ""
+        whole = torch.empty(0)
         for key, noted in self._places.items():
             parts = []
             for place in noted or ():
                 if place.owner != owner:
                     tensor = tensors[place.owner]
                     module = packed.get(id(tensor))
-                    owner, whole = place.owner, tensor.detach() if module is None else _unpack(module)
+                    owner = place.owner
+                    whole = tensor.detach() if module is None else self._read_back(module)
                 parts.append(whole.as_strided(place.size, place.stride, whole.storage_offset() + place.offset))
             if parts:
                 found[key] = digest(parts, self.dtype)
         return found
+
+    def _read_back(self, module: nn.Module) -> torch.Tensor:
+        """A packed matrix; of a head that shares the embedding's, only if both are the same."""
+        whole = _unpack(module)
+        if module not in self._packed_only and not torch.equal(whole, _weight(module)):
+            return torch.full_like(whole, torch.nan)
+        return whole
 
     # -- memory
 
@@ -448,7 +457,7 @@ class ModelWeights:
 
     def _drop_packed(self) -> None:
         for module in self._matrices:
-            module.cpu_linear = nn.functional.linear
+            setattr(module, _MULTIPLY, nn.functional.linear)
         self._packed_bytes = 0
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -461,6 +470,8 @@ class ModelWeights:
 #: marks a layer whose matrix vLLM would have packed; the value says whether it would have dropped the plain form
 _MATRIX = "_verl_matrix"
 _KEPT = "_verl_kept"
+#: what vLLM's layers call on CPUs: multiply(x, weight, bias)
+_MULTIPLY = "cpu_linear"
 
 
 @contextlib.contextmanager
@@ -469,8 +480,8 @@ def deferred_packing() -> Iterator[None]:
     from vllm.model_executor.layers import utils
 
     def keep_plain(layer: nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = nn.functional.linear
-        if layer.weight.dim() == 2:
+        setattr(layer, _MULTIPLY, nn.functional.linear)
+        if _weight(layer).dim() == 2:
             setattr(layer, _MATRIX, remove_weight)
         else:  # not a matrix: vLLM's own form, which only its reload can update
             original(layer, remove_weight)
@@ -491,10 +502,14 @@ def _pack(module: nn.Module, *, remove_weight: bool) -> None:
 
 def _unpack(module: nn.Module) -> torch.Tensor:
     """The matrix that a packed layer multiplies with."""
-    weight: torch.Tensor = module.weight  # type: ignore[assignment]
+    weight = _weight(module)
     rows, columns = weight.shape
-    product: torch.Tensor = module.cpu_linear(torch.eye(columns, dtype=weight.dtype), weight, None)  # type: ignore[operator]
+    product: torch.Tensor = getattr(module, _MULTIPLY)(torch.eye(columns, dtype=weight.dtype), weight, None)
     return product.t().contiguous().reshape(rows, columns)
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    return cast(torch.Tensor, module.weight)
 
 
 def _is_converted(module: nn.Module) -> bool:
