@@ -144,7 +144,9 @@ def test_a_tracker_that_fails_is_reported_once_and_the_others_go_on(
         for step in (1, 2, 3):
             tracking.log({"a": 1.0}, step=step)
     assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 3
-    reports = [record for record in caplog.records if "tracker 'tensorboard' failed" in record.message]
+    # by identity: a handler that other code has also put on the "verl" logger is shown the same record twice
+    records = {id(record): record for record in caplog.records}.values()
+    reports = [record for record in records if "tracker 'tensorboard' failed" in record.message]
     assert len(reports) == 1
     assert "connection lost" in str(reports[0].exc_info)
 
