@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.group import Groups, Index, against_baseline, sequence_scores, spread
+from verl.algorithms.group import Index, against_baseline, scores_and_groups, spread
 from verl.algorithms.registry import register_adv_est
 from verl.errors import DataError
 
@@ -39,8 +39,7 @@ def compute_grpo_passk_outcome_advantage(
         config: not used; the flag above comes from the ``algorithm`` section.
     """
     with torch.no_grad():
-        scores = sequence_scores(token_level_rewards, response_mask)
-        groups = Groups.from_index(index, scores.shape[0], scores.device)
+        scores, groups = scores_and_groups(token_level_rewards, response_mask, index)
         best = groups.extreme(scores, "amax")
         leads = scores == best[groups.ids]
         alone = leads & (groups.sum(leads.double())[groups.ids] == 1)
@@ -80,13 +79,12 @@ def compute_maxrl_outcome_advantage(
         DataError: a score is negative, so that it is no success rate.
     """
     with torch.no_grad():
-        scores = sequence_scores(token_level_rewards, response_mask)
+        scores, groups = scores_and_groups(token_level_rewards, response_mask, index)
         if bool((scores < 0).any()):
             raise DataError(
                 f"maxrl divides by the mean score of a group, but a score is {float(scores.min())}; use scores of at "
                 "least 0 and put a KL penalty into the loss (actor.use_kl_loss) instead of the reward"
             )
-        groups = Groups.from_index(index, scores.shape[0], scores.device)
         mean = groups.mean(scores)[groups.ids]
         advantage = against_baseline(scores, mean, groups)
         relative = torch.where(mean > 0, advantage / (mean + epsilon), 0.0)

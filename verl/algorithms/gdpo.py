@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.group import Groups, Index, against_baseline, sequence_scores, spread
+from verl.algorithms.group import Index, against_baseline, scores_and_groups, sequence_scores, spread
 from verl.algorithms.registry import register_adv_est
 from verl.algorithms.settings import setting
 from verl.errors import ConfigError, DataError
@@ -53,8 +53,7 @@ def compute_gdpo_outcome_advantage(
         DataError: a component is not there, or not a number for each sample.
     """
     with torch.no_grad():
-        scores = sequence_scores(token_level_rewards, response_mask)
-        groups = Groups.from_index(index, scores.shape[0], scores.device)
+        scores, groups = scores_and_groups(token_level_rewards, response_mask, index)
         keys = list(setting(config, "gdpo_reward_keys", ()))
         weights = list(setting(config, "gdpo_reward_weights", ())) or [1.0] * max(len(keys), 1)
         if len(weights) != max(len(keys), 1):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.group import Groups, Index, against_baseline, sequence_scores
+from verl.algorithms.group import Groups, Index, against_baseline, scores_and_groups
 from verl.algorithms.registry import register_adv_est
 from verl.algorithms.settings import setting
 from verl.algorithms.turns import Turns
@@ -66,8 +66,7 @@ def compute_gigpo_outcome_advantage(
     if mode not in GIGPO_MODES:
         raise ConfigError(f"algorithm.gigpo.mode={mode!r}: choose one of {', '.join(GIGPO_MODES)}")
     with torch.no_grad():
-        scores = sequence_scores(token_level_rewards, response_mask)
-        episodes = Groups.from_index(index, scores.shape[0], scores.device)
+        scores, episodes = scores_and_groups(token_level_rewards, response_mask, index)
         episode = against_baseline(scores, episodes.mean(scores)[episodes.ids], episodes)
         turns = Turns.from_mask(response_mask)
         returns = turns.discounted(turns.sum(token_level_rewards), gamma)

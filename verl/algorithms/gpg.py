@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregate import keep_masked
-from verl.algorithms.group import Groups, Index, against_baseline, sequence_scores, spread
+from verl.algorithms.group import Index, against_baseline, scores_and_groups, spread
 from verl.algorithms.registry import MetricValue, register_adv_est, register_policy_loss
 from verl.algorithms.surrogate import reduce_losses
 
@@ -43,8 +43,7 @@ def compute_gpg_outcome_advantage(
         config: not used; ``f_norm`` and ``alpha`` may be set in the ``algorithm`` section.
     """
     with torch.no_grad():
-        scores = sequence_scores(token_level_rewards, response_mask)
-        groups = Groups.from_index(index, scores.shape[0], scores.device)
+        scores, groups = scores_and_groups(token_level_rewards, response_mask, index)
         centred = against_baseline(scores, groups.mean(scores)[groups.ids], groups)
         informative = (centred != 0).sum().clamp(min=1)
         result = spread(alpha * (scores.shape[0] / informative) * centred / f_norm, response_mask)

@@ -97,7 +97,8 @@ def spread(advantage: Tensor, response_mask: Tensor) -> Tensor:
     return keep_masked(advantage.float().unsqueeze(-1), response_mask)
 
 
-def _scores_and_groups(token_level_rewards: Tensor, response_mask: Tensor, index: Index) -> tuple[Tensor, Groups]:
+def scores_and_groups(token_level_rewards: Tensor, response_mask: Tensor, index: Index) -> tuple[Tensor, Groups]:
+    """What every estimator here starts from: the score of each sample ``(B,)`` float64, and the groups."""
     scores = sequence_scores(token_level_rewards, response_mask)
     return scores, Groups.from_index(index, scores.shape[0], scores.device)
 
@@ -135,7 +136,7 @@ def compute_grpo_outcome_advantage(
         config: not used; the flag above comes from the ``algorithm`` section.
     """
     with torch.no_grad():
-        scores, groups = _scores_and_groups(token_level_rewards, response_mask, index)
+        scores, groups = scores_and_groups(token_level_rewards, response_mask, index)
         advantage = against_baseline(scores, groups.mean(scores)[groups.ids], groups)
         if norm_adv_by_std_in_grpo:
             std = groups.std(scores)[groups.ids]
@@ -166,7 +167,7 @@ def compute_rloo_outcome_advantage(
         config: not used.
     """
     with torch.no_grad():
-        scores, groups = _scores_and_groups(token_level_rewards, response_mask, index)
+        scores, groups = scores_and_groups(token_level_rewards, response_mask, index)
         others = (groups.sum(scores)[groups.ids] - scores) / (groups.size - 1).clamp(min=1)[groups.ids]
         result = spread(against_baseline(scores, others, groups), response_mask)
         return result, result.clone()
@@ -196,7 +197,7 @@ def compute_opo_outcome_advantage(
         config: not used.
     """
     with torch.no_grad():
-        scores, groups = _scores_and_groups(token_level_rewards, response_mask, index)
+        scores, groups = scores_and_groups(token_level_rewards, response_mask, index)
         length = response_mask.bool().sum(-1).double()
         baseline = groups.sum(length * scores) / groups.sum(length).clamp(min=1)
         result = spread(against_baseline(scores, baseline[groups.ids], groups), response_mask)
@@ -227,7 +228,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
         config: not used.
     """
     with torch.no_grad():
-        scores, groups = _scores_and_groups(token_level_rewards, response_mask, index)
+        scores, groups = scores_and_groups(token_level_rewards, response_mask, index)
         centred = against_baseline(scores, groups.mean(scores)[groups.ids], groups)
         result = masked_whiten(spread(centred, response_mask), response_mask)
         return result, result.clone()

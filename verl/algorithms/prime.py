@@ -18,7 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from verl.algorithms.aggregate import Count, keep_masked, masked_mean, masked_sum
 from verl.algorithms.baseline import discounted_returns
-from verl.algorithms.group import Groups, Index, against_baseline, sequence_scores
+from verl.algorithms.group import Groups, Index, against_baseline, scores_and_groups
 from verl.algorithms.registry import register_adv_est
 
 
@@ -109,8 +109,7 @@ def compute_prime_advantage(
         ``(advantages, returns)``, equal, ``(B, R)`` float32, 0 outside the mask.
     """
     with torch.no_grad():
-        scores = sequence_scores(token_level_rewards, response_mask)
-        groups = Groups.from_index(index, scores.shape[0], scores.device)
+        scores, groups = scores_and_groups(token_level_rewards, response_mask, index)
         outcome = against_baseline(scores, leave_one_out(scores, groups, torch.ones_like(scores)), groups)
 
         present = response_mask.bool().any(-1).double()
