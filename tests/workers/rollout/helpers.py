@@ -40,8 +40,13 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def make_engine(model: torch.nn.Module, directory: Path, **rollout: Any) -> HFRolloutEngine:
     """An engine of the model's architecture, without weights."""
     model.config.save_pretrained(directory)
+    return hf_rollout(str(directory), **rollout)
+
+
+def hf_rollout(path: str, **rollout: Any) -> HFRolloutEngine:
+    """An engine for the model directory's architecture, without weights."""
     rollout.setdefault("dtype", "float32")
-    return HFRolloutEngine(ModelConfig(path=str(directory)), RolloutConfig(**rollout), device="cpu")
+    return HFRolloutEngine(ModelConfig(path=path), RolloutConfig(**rollout), device="cpu")
 
 
 def served_everywhere(family: str = "qwen2", **settings: Any) -> PreTrainedConfig:
