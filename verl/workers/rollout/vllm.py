@@ -31,6 +31,7 @@ from verl.workers.rollout.base import (
     RolloutMemory,
     SamplingParams,
 )
+from verl.workers.rollout.manifest import WeightManifest
 from verl.workers.rollout.settings import resolve_dtype, special_tokens
 from verl.workers.rollout.vllm_process import (
     leave_stale_groups,
@@ -40,7 +41,7 @@ from verl.workers.rollout.vllm_process import (
     require_vllm,
 )
 from verl.workers.rollout.vllm_settings import engine_arguments
-from verl.workers.rollout.vllm_weights import WeightManifest, deferred_packing
+from verl.workers.rollout.vllm_weights import deferred_packing
 
 if TYPE_CHECKING:
     from verl.config import ModelConfig, RolloutConfig

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from verl.workers.rollout.vllm_weights import ModelWeights, Named, WeightManifest
+from verl.workers.rollout.manifest import Named, WeightManifest
+from verl.workers.rollout.vllm_weights import ModelWeights
 
 #: what vLLM imports
 EXTENSION = "verl.workers.rollout.vllm_worker.WorkerExtension"
