@@ -124,6 +124,12 @@ def test_the_smallest_command_line(ppo):
             "plug-in's "
             f"name needs its module in {ARR}.model.external_lib)",
         ),
+        (
+            [f"{ARR}.rollout.repetition_penalty=1.1"],
+            f"{ARR}.rollout.repetition_penalty=1.1: responses are then not samples of the policy that is trained, "
+            "whose log-probabilities know no penalty; set algorithm.rollout_correction.rollout_is=token (or "
+            "bypass_mode=True), or leave the penalty out (for validation alone there is val_kwargs.repetition_penalty)",
+        ),
         # lengths
         (
             [f"{ARR}.rollout.response_length=100"],

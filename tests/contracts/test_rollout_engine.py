@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,16 @@ def expected_log_probs(model: torch.nn.Module, prompt: list[int], completion: Co
     return logits.log_softmax(-1)[torch.arange(len(completion.token_ids)), torch.tensor(completion.token_ids)]
 
 
+def penalised(logits: torch.Tensor, prompt: list[int], completion: Completion, penalty: float) -> torch.Tensor:
+    """Logits (T,V) before each token, with the repetition penalty for what stands before it."""
+    rows = []
+    for number, row in enumerate(logits.clone()):
+        for token in {*prompt, *completion.token_ids[:number]}:
+            row[token] = row[token] / penalty if row[token] > 0 else row[token] * penalty
+        rows.append(row)
+    return torch.stack(rows)
+
+
 def test_every_registered_engine_is_tested_here() -> None:
     assert set(ENGINES) == set(ROLLOUT_ENGINES)
 
@@ -106,15 +117,18 @@ def test_completions_come_in_order_with_their_log_probs_and_version(
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(0.7, -1, 1.0), (1.4, 5, 1.0), (0.8, -1, 0.7), (0.6, 7, 0.8)]
+    ("temperature", "top_k", "top_p", "penalty"),
+    [(0.7, -1, 1.0, 1.0), (1.4, 5, 1.0, 1.0), (0.8, -1, 0.7, 1.0), (0.6, 7, 0.8, 1.3), (1.0, -1, 1.0, 0.8)],
 )
 def test_log_probs_are_those_of_the_distribution_that_is_sampled_from(
-    ready: RolloutEngine, model: torch.nn.Module, temperature: float, top_k: int, top_p: float
+    ready: RolloutEngine, model: torch.nn.Module, temperature: float, top_k: int, top_p: float, penalty: float
 ) -> None:
     prompts = random_prompts([9, 2, 14, 5])
-    batch = requests(prompts, temperature=temperature, top_k=top_k, top_p=top_p, max_tokens=12, ignore_eos=True)
+    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": penalty}
+    batch = requests(prompts, max_tokens=12, ignore_eos=True, **settings)
     for prompt, completion in zip(prompts, asyncio.run(ready.generate_many(batch)), strict=True):
-        logits = reference_logits(model, prompt, completion.token_ids) / temperature
+        logits = penalised(reference_logits(model, prompt, completion.token_ids), prompt, completion, penalty)
+        logits = logits / temperature
         if top_k > 0:
             logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
         probs, order = logits.softmax(-1).sort(descending=True)
@@ -223,18 +237,178 @@ def test_asleep_it_holds_nothing_and_awake_it_continues(ready: RolloutEngine) ->
     assert [item.token_ids for item in asyncio.run(ready.generate_many(batch))] == [item.token_ids for item in first]
 
 
+def test_a_repetition_penalty_changes_what_is_most_likely(ready: RolloutEngine, model: torch.nn.Module) -> None:
+    prompt = random_prompts([7])[0]
+    free, held = (
+        asyncio.run(ready.generate_many(requests([prompt], temperature=0.0, max_tokens=40, repetition_penalty=value)))[
+            0
+        ]
+        for value in (1.0, 1e4)
+    )
+    assert len(set(held.token_ids)) > len(set(free.token_ids))
+    expected = penalised(reference_logits(model, prompt, held.token_ids), prompt, held, 1e4).log_softmax(-1)
+    assert held.token_ids == expected.argmax(-1).tolist()
+    chosen = expected[torch.arange(len(held.token_ids)), torch.tensor(held.token_ids)]
+    torch.testing.assert_close(torch.tensor(held.log_probs), chosen, atol=1e-5, rtol=0)
+
+
+LONG = 60
+SETTINGS: list[dict[str, object]] = [
+    {},
+    {"temperature": 0.8, "top_k": 9},
+    {"top_p": 0.8},
+    {"min_p": 0.02, "repetition_penalty": 1.5},
+    {"temperature": 0.0, "repetition_penalty": 1.2},
+]
+
+
+def long_requests() -> list[GenerationRequest]:
+    """Every kind of sampling, with prompts of different lengths, some of them the same."""
+    prompts = random_prompts([9, 2, 14])
+    return [
+        GenerationRequest(
+            prompts[number % 3],
+            SamplingParams(LONG, seed=number, ignore_eos=True, **settings),  # type: ignore[arg-type]
+            f"long-{number}",
+        )
+        for number, settings in enumerate(SETTINGS * 2)
+    ]
+
+
+async def turns(count: int) -> None:
+    """Let the engine make about this many tokens."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def interrupted(engine: RolloutEngine, batch: list[GenerationRequest], after: int) -> list[Completion]:
+    task = asyncio.create_task(engine.generate_many(batch))
+    await turns(after)
+    await engine.abort()
+    return await asyncio.wait_for(task, 20)
+
+
+def assert_same(got: list[Completion], want: list[Completion]) -> None:
+    assert [item.token_ids for item in got] == [item.token_ids for item in want]
+    for one, other in zip(got, want, strict=True):
+        assert one.finish_reason == other.finish_reason
+        torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), atol=1e-5, rtol=0)
+
+
 def test_abort_completes_requests_early(ready: RolloutEngine) -> None:
-    async def run() -> Completion:
-        request = GenerationRequest([3, 4], SamplingParams(90, ignore_eos=True, seed=1), "long")
-        task = asyncio.create_task(ready.generate(request))
-        await asyncio.sleep(0.005)
-        await ready.abort(["long"])
+    async def run() -> list[Completion]:
+        task = asyncio.create_task(ready.generate_many(long_requests()))
+        await turns(12)
+        await ready.abort(["long-3"])
         return await task
 
+    completions = asyncio.run(run())
+    early = completions.pop(3)
+    assert early.finish_reason == "abort"
+    assert 0 < len(early.token_ids) == len(early.log_probs) < LONG
+    assert all(math.isfinite(value) for value in early.log_probs)
+    assert {(item.finish_reason, len(item.token_ids)) for item in completions} == {("length", LONG)}
+
+
+@pytest.mark.parametrize("stops", [(12,), (1, 7, 25)], ids=str)
+def test_an_aborted_completion_continues_exactly(ready: RolloutEngine, stops: tuple[int, ...]) -> None:
+    batch = long_requests()
+    whole = asyncio.run(ready.generate_many(batch))
+    again = batch
+    for after in stops:
+        partial = asyncio.run(interrupted(ready, again, after))
+        assert {item.finish_reason for item in partial} == {"abort"}
+        for one, other in zip(partial, whole, strict=True):
+            assert one.token_ids == other.token_ids[: len(one.token_ids)]
+        again = [replace(request, partial=item) for request, item in zip(batch, partial, strict=True)]
+    assert 0 < max(len(item.token_ids) for item in partial) < LONG
+    continued = asyncio.run(ready.generate_many(again))
+    assert_same(continued, whole)
+    assert {(item.policy_version, item.last_policy_version) for item in continued} == {(7, None)}
+
+
+def test_a_completion_continues_under_newer_weights(ready: RolloutEngine, model: torch.nn.Module) -> None:
+    prompt = random_prompts([6])[0]
+    request = GenerationRequest(prompt, SamplingParams(40, seed=3, ignore_eos=True), "long")
+    (partial,) = asyncio.run(interrupted(ready, [request], 12))
+    kept = len(partial.token_ids)
+    other = make_model(served_everywhere(), seed=5, spread=2.0)
+    run_blocking(update(ready, weights_of(other).items(), 9, live=False))
+    completion = asyncio.run(ready.generate(replace(request, partial=partial)))
+    assert (completion.policy_version, completion.last_policy_version) == (7, 9)
+    assert (completion.token_ids[:kept], completion.log_probs[:kept]) == (partial.token_ids, partial.log_probs)
+    values, sampled = torch.tensor(completion.log_probs), len(completion.token_ids)
+    assert (kept > 0, sampled) == (True, 40)
+    torch.testing.assert_close(values[:kept], expected_log_probs(model, prompt, completion)[:kept], atol=1e-5, rtol=0)
+    torch.testing.assert_close(values[kept:], expected_log_probs(other, prompt, completion)[kept:], atol=1e-5, rtol=0)
+
+
+def test_a_partial_completion_must_be_one(ready: RolloutEngine) -> None:
+    batch = requests([[3, 4]], max_tokens=4, ignore_eos=True)
+    done = asyncio.run(ready.generate_many(batch))[0]
+    with pytest.raises(RolloutError, match=r"'r0': its partial completion ended with 'length'"):
+        replace(batch[0], partial=done)
+    with pytest.raises(RolloutError, match=r"partial completion of 4 tokens .* fewer than max_tokens=4"):
+        replace(batch[0], partial=replace(done, finish_reason="abort"))
+
+
+def test_paused_requests_wait_and_go_on_exactly(ready: RolloutEngine, model: torch.nn.Module) -> None:
+    batch = long_requests()
+    late = GenerationRequest([5, 6], SamplingParams(4, seed=1, ignore_eos=True), "late")
+    whole = asyncio.run(ready.generate_many([*batch, late]))
+
+    async def run() -> list[Completion]:
+        task = asyncio.create_task(ready.generate_many(batch))
+        await turns(12)
+        await ready.pause()
+        other = asyncio.create_task(ready.generate(late))
+        await turns(30)
+        assert not task.done()
+        assert not other.done()
+        await ready.sleep()  # nothing is in flight
+        assert ready.memory().kv_cache == 0
+        await ready.wake()
+        await ready.resume()
+        return [*await asyncio.wait_for(task, 60), await asyncio.wait_for(other, 20)]
+
+    assert_same(asyncio.run(run()), whole)
+
+
+def test_weights_may_change_during_a_pause(ready: RolloutEngine) -> None:
+    other = make_model(served_everywhere(), seed=5, spread=2.0)
+    request = GenerationRequest([5, 6], SamplingParams(LONG, seed=1, ignore_eos=True), "long")
+
+    async def run() -> Completion:
+        task = asyncio.create_task(ready.generate(request))
+        await turns(12)
+        await ready.pause()
+        await update(ready, weights_of(other).items(), 11, live=False)
+        await ready.resume()
+        return await asyncio.wait_for(task, 20)
+
     completion = asyncio.run(run())
-    assert completion.finish_reason == "abort"
-    assert len(completion.token_ids) == len(completion.log_probs) < 90
-    assert all(math.isfinite(value) for value in completion.log_probs)
+    assert (completion.policy_version, completion.last_policy_version) == (7, 11)
+    assert len(completion.token_ids) == LONG
+
+
+def test_paused_requests_can_be_aborted(ready: RolloutEngine) -> None:
+    request = GenerationRequest([5, 6], SamplingParams(LONG, seed=1, ignore_eos=True), "long")
+
+    async def run() -> Completion:
+        task = asyncio.create_task(ready.generate(request))
+        await turns(12)
+        await ready.pause()
+        await ready.abort(["long"])
+        try:
+            return await asyncio.wait_for(task, 20)
+        finally:
+            await ready.resume()
+
+    partial = asyncio.run(run())
+    assert (partial.finish_reason, 0 < len(partial.token_ids) < LONG) == ("abort", True)
+    assert_same(
+        [asyncio.run(ready.generate(replace(request, partial=partial)))], [asyncio.run(ready.generate(request))]
+    )
 
 
 def test_checksums_tell_weights_apart(ready: RolloutEngine, model: torch.nn.Module) -> None:

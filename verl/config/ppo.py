@@ -183,6 +183,14 @@ class PPOConfig(Config):
                 "loss_type=reinforce with algorithm.rollout_correction.bypass_mode=True are the policy loss "
                 "bypass_mode's; leave loss_mode out"
             )
+        corrected = correction.bypass_mode or correction.rollout_is is not None or correction.rollout_rs is not None
+        if rollout.repetition_penalty != 1.0 and not corrected:
+            yield (
+                f"actor_rollout_ref.rollout.repetition_penalty={rollout.repetition_penalty}: responses are then not "
+                "samples of the policy that is trained, whose log-probabilities know no penalty; set algorithm."
+                "rollout_correction.rollout_is=token (or bypass_mode=True), or leave the penalty out (for validation "
+                "alone there is val_kwargs.repetition_penalty)"
+            )
         if algorithm.filter_groups.enable and rollout.n == 1:
             yield (
                 "actor_rollout_ref.rollout.n=1: algorithm.filter_groups compares the samples of one prompt, so it "

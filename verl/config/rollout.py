@@ -45,6 +45,7 @@ class ValKwargsConfig(Config):
     temperature: float = opt(0.0, "Sampling temperature; 0 = the most probable token.", ge=0)
     top_p: float = opt(1.0, "Probability mass to sample from.", gt=0, le=1)
     top_k: int = opt(-1, "Number of most probable tokens to sample from; -1 = all.", ge=-1)
+    repetition_penalty: float = opt(1.0, "As for training.", gt=0)
 
     def problems(self) -> Iterator[str]:
         if self.do_sample and self.temperature == 0:
@@ -75,6 +76,12 @@ class RolloutConfig(Config):
     temperature: float = opt(1.0, "Sampling temperature, also applied to the training log-probabilities.", gt=0)
     top_p: float = opt(1.0, "Probability mass to sample from.", gt=0, le=1)
     top_k: int = opt(-1, "Number of most probable tokens to sample from; -1 = all.", ge=-1)
+    repetition_penalty: float = opt(
+        1.0,
+        "Divides positive and multiplies negative logits of tokens that the prompt or the response has already; more "
+        "than 1 = fewer repetitions.",
+        gt=0,
+    )
     do_sample: bool = opt(True, "Sample instead of taking the most probable token.")
     prompt_length: int = opt(512, "Prompt length, in tokens.", ge=1, inherits="data.max_prompt_length")
     response_length: int = opt(512, "Largest number of generated tokens.", ge=1, inherits="data.max_response_length")

@@ -106,6 +106,19 @@ def test_a_sample_does_not_depend_on_its_batch(engine: HFRolloutEngine) -> None:
         torch.testing.assert_close(torch.tensor(alone.log_probs), torch.tensor(batched.log_probs), atol=1e-5, rtol=0)
 
 
+def test_penalties_follow_rows_that_come_go_and_move(qwen: torch.nn.Module, tmp_path: Path) -> None:
+    """Few places and ragged lengths: rows with and without a penalty are admitted late, moved and laid out again."""
+    prompts = random_prompts([4, 9, 3, 12, 6, 5, 2, 8])
+    params = [
+        SamplingParams(4 + 5 * (number % 4), seed=number, ignore_eos=True, repetition_penalty=(1.0, 1.6)[number % 2])
+        for number in range(8)
+    ]
+    together = generate(loaded_engine(qwen, tmp_path, max_num_seqs=3), prompts, params)
+    alone = loaded_engine(qwen, tmp_path)
+    for prompt, one, completion in zip(prompts, params, together, strict=True):
+        assert generate(alone, [prompt], one)[0].token_ids == completion.token_ids
+
+
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 4, 64])
 def test_admission_does_not_change_completions(qwen: torch.nn.Module, tmp_path: Path, max_num_seqs: int) -> None:
     """Rows come and go while others run: lengths, budgets and prompts of all kinds, in small and large batches."""

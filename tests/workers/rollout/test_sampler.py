@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from verl.workers.rollout.base import SamplingParams
-from verl.workers.rollout.hf.sampler import SamplingBatch, inverse_cdf, process_logits, sample
+from verl.workers.rollout.hf.sampler import SamplingBatch, inverse_cdf, penalise_repetition, process_logits, sample
 from verl.workers.rollout.hf.uniforms import uniforms
 
 CPU = torch.device("cpu")
@@ -76,6 +76,19 @@ def test_filters_keep_the_tokens_that_their_definitions_say() -> None:
     assert kept == [[0, 2], [0, 2], [0, 2, 3], [0, 2, 3], [0, 2], [0], [0, 1, 2, 3, 4], [0, 2]]
 
 
+def test_the_repetition_penalty_on_literal_numbers() -> None:
+    logits = torch.tensor([[2.0, -2.0, 1.0, 0.0], [2.0, -2.0, 1.0, 0.0], [2.0, -2.0, 1.0, 0.0]])
+    seen = torch.tensor([[True, True, False, True]] * 3)
+    changed = penalise_repetition(logits, torch.tensor([[4.0], [0.5], [1.0]]), seen)
+    assert changed.tolist() == [[0.5, -8.0, 1.0, 0.0], [4.0, -1.0, 1.0, 0.0], [2.0, -2.0, 1.0, 0.0]]
+    # greedy looks at it too; a row without a penalty is left alone
+    settings = batch(SamplingParams(1, temperature=0.0, repetition_penalty=4.0), SamplingParams(1, temperature=0.0))
+    tokens, log_probs = sample(logits[:2], settings, torch.zeros(2, dtype=torch.float64), seen[:2])
+    assert tokens.tolist() == [2, 0]
+    expected = torch.stack([changed[0].log_softmax(-1)[2], logits[1].log_softmax(-1)[0]])
+    torch.testing.assert_close(log_probs, expected)
+
+
 def test_rows_keep_their_own_settings_in_a_mixed_batch() -> None:
     params = [
         SamplingParams(1, temperature=0.0),
@@ -129,6 +142,7 @@ def test_uniforms_belong_to_their_seed_and_place() -> None:
     assert both.shape == (2, 6)
     assert np.array_equal(uniforms([2**63 + 1], 6)[0], both[1])
     assert np.array_equal(uniforms([5], 3)[0], both[0, :3])
+    assert np.array_equal(uniforms([5, 2**63 + 1], 3, [1, 3]), [both[0, 1:4], both[1, 3:6]])
     assert both.min() >= 0
     assert both.max() < 1
 

@@ -11,7 +11,7 @@ def sequence(prompt: list[int], max_tokens: int = 10, name: str = "r") -> Sequen
 
 
 def lengths(groups: list[PromptGroup]) -> list[tuple[int, int]]:
-    return [(len(group.prompt_ids), len(group.members)) for group in groups]
+    return [(len(group.context_ids), len(group.members)) for group in groups]
 
 
 def test_equal_prompts_enter_together_longest_first() -> None:
@@ -77,7 +77,7 @@ def test_prefill_is_split_where_padding_would_cost_more_than_a_forward() -> None
     groups = [PromptGroup([0] * length, 1) for length in (50, 49, 48, 20, 20, 19)]
 
     def pieces(max_tokens: int, forward_cost: float) -> list[list[int]]:
-        return [[len(g.prompt_ids) for g in piece] for piece in split_for_prefill(groups, max_tokens, forward_cost)]
+        return [[len(g.context_ids) for g in piece] for piece in split_for_prefill(groups, max_tokens, forward_cost)]
 
     assert pieces(10_000, 10) == [[50, 49, 48], [20, 20, 19]]
     assert pieces(10_000, 0) == [[50], [49], [48], [20, 20], [19]]

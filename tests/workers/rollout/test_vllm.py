@@ -123,7 +123,7 @@ def test_a_temperature_that_vllm_would_change_is_refused(engine: Any) -> None:
 
 
 def test_requests_beyond_the_positions_are_refused(engine: Any) -> None:
-    with pytest.raises(RolloutError, match="exceed 128"):
+    with pytest.raises(RolloutError, match="exceed max_model_len=128"):
         generate(engine, random_prompts([60]), SamplingParams(90))
 
 

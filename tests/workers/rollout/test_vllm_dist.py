@@ -86,6 +86,28 @@ def _bad_request_and_abort(rank: int, engine: Any) -> None:
 
     completion = asyncio.run(run())
     assert (completion.finish_reason == "abort", len(completion.token_ids) < 90) == (rank == 1, rank == 1)
+    _pause(rank, engine)
+
+
+def _pause(rank: int, engine: Any) -> None:
+    """Ranks pause and resume together, also one without requests; nobody is left waiting."""
+    request = GenerationRequest([3, 5], SamplingParams(90, ignore_eos=True, seed=4), "long")
+    mine = [request] if rank == 0 else []
+    whole = asyncio.run(engine.generate_many(mine))
+
+    async def run() -> list[Completion]:
+        task = asyncio.create_task(engine.generate_many(mine))
+        for _ in range(4 + rank):
+            await asyncio.sleep(0)
+        await engine.pause()
+        assert not task.done()
+        await engine.sleep(level=1)
+        await engine.wake()
+        await engine.resume()
+        return await task
+
+    paused = asyncio.run(run())
+    assert [item.token_ids for item in paused] == [item.token_ids for item in whole]
 
 
 @pytest.mark.parametrize("parallel", [1, 2])

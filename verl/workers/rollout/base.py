@@ -7,11 +7,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
 from verl.errors import RolloutError
+
+if TYPE_CHECKING:
+    from verl.workers.rollout.serving import Gate
 
 FinishReason = Literal["stop", "length", "abort"]
 MemoryPart = Literal["weights", "kv_cache"]
@@ -24,14 +27,17 @@ T = TypeVar("T")
 class SamplingParams:
     """How the tokens of one completion are chosen.
 
-    The filters apply in this order: temperature, top-k, top-p, min-p; what remains is renormalised.
+    They apply in this order: repetition penalty, temperature, top-k, top-p, min-p; what remains is renormalised.
 
     Attributes:
-        max_tokens: most tokens to generate, at least 1.
+        max_tokens: most tokens to generate, at least 1; tokens of a partial completion count.
         temperature: divides the logits; 0 means greedy (the filters then change nothing).
         top_p: keep the smallest set of most likely tokens whose probability reaches this; 1 keeps all.
         top_k: keep this many most likely tokens; -1 or 0 keeps all.
         min_p: drop tokens less likely than this times the most likely one; 0 keeps all.
+        repetition_penalty: positive logits of tokens that the prompt or the completion has already are divided by this,
+            negative ones multiplied (CTRL, https://arxiv.org/abs/1909.05858); 1 changes nothing. Applies to greedy
+            requests too.
         seed: seed of this completion's own random stream; None draws one from the operating system.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
         stop_token_ids: further tokens that end the completion, also with ``ignore_eos``.
@@ -45,6 +51,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
@@ -60,26 +67,16 @@ class SamplingParams:
             raise RolloutError(f"top_k={self.top_k}: use a positive count, or -1 to keep all tokens")
         if not 0.0 <= self.min_p <= 1.0:
             raise RolloutError(f"min_p={self.min_p}: use a number in [0, 1]; 0 keeps all tokens")
+        if not 0.0 < self.repetition_penalty < float("inf"):
+            raise RolloutError(
+                f"repetition_penalty={self.repetition_penalty}: use a positive number; 1 changes nothing, more than 1 "
+                "makes repetitions less likely"
+            )
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is taken at every step."""
         return self.temperature == 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """One completion to make.
-
-    Attributes:
-        prompt_ids: the prompt's tokens, without padding.
-        sampling: how to sample.
-        request_id: name for ``abort`` and messages; unique among the requests in flight.
-    """
-
-    prompt_ids: list[int]
-    sampling: SamplingParams
-    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +86,8 @@ class Completion:
     Attributes:
         token_ids: sampled tokens, including the token that stopped it.
         log_probs: natural log-probability of each sampled token under the distribution that it was drawn from
-            (temperature and filters applied), computed in float32. For greedy requests, whose distribution is a
-            single token, the log-probability at temperature 1 without filters.
+            (penalty, temperature and filters applied), computed in float32. For greedy requests, whose distribution is
+            a single token, the log-probability at temperature 1 without filters.
         finish_reason: ``"stop"`` (end-of-sequence or stop token), ``"length"`` or ``"abort"``.
         policy_version: version of the weights that sampled the first token.
         last_policy_version: version that sampled the last token; None when it is the same.
@@ -101,6 +98,62 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int = 0
     last_policy_version: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One completion to make, or to continue.
+
+    An aborted completion is continued by the same request with ``partial``: ``replace(request, partial=completion)``.
+    Token ``t`` of a seeded request is drawn with the ``t``-th random number of its seed, so under the same weights the
+    result is what an uninterrupted request gets. Under newer weights the tokens that were sampled stay as they are,
+    with their log-probabilities, and the others come from the newer policy.
+
+    Attributes:
+        prompt_ids: the prompt's tokens, without padding.
+        sampling: how to sample; of the whole completion, also when part of it is there.
+        request_id: name for ``abort`` and messages; unique among the requests in flight.
+        partial: what an earlier call of this request got before it was aborted. The result then begins with it.
+
+    Raises:
+        RolloutError: ``partial`` did not end by an abort, or leaves nothing to sample.
+    """
+
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    request_id: str
+    partial: Completion | None = None
+
+    def __post_init__(self) -> None:
+        partial = self.partial
+        if partial is None:
+            return
+        if partial.finish_reason != "abort":
+            raise RolloutError(
+                f"request {self.request_id!r}: its partial completion ended with {partial.finish_reason!r}; only "
+                "aborted ones can be continued"
+            )
+        if len(partial.token_ids) != len(partial.log_probs) or len(partial.token_ids) >= self.sampling.max_tokens:
+            raise RolloutError(
+                f"request {self.request_id!r}: a partial completion of {len(partial.token_ids)} tokens and "
+                f"{len(partial.log_probs)} log-probabilities must have as many of both, and fewer than "
+                f"max_tokens={self.sampling.max_tokens}"
+            )
+
+    @property
+    def context_ids(self) -> list[int]:
+        """What the next token follows: the prompt and the tokens sampled so far."""
+        return self.prompt_ids if self.partial is None else [*self.prompt_ids, *self.partial.token_ids]
+
+    @property
+    def sampled(self) -> int:
+        """Tokens sampled so far."""
+        return 0 if self.partial is None else len(self.partial.token_ids)
+
+    @property
+    def remaining(self) -> int:
+        """Most tokens still to sample."""
+        return self.sampling.max_tokens - self.sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,27 +176,54 @@ class RolloutEngine(ABC):
 
     #: what right-padding of responses should use
     pad_token_id: int
+    #: where requests wait while the engine is paused; ``generate_many`` runs through it
+    gate: Gate
 
     @property
     @abstractmethod
     def policy_version(self) -> int:
         """Version of the weights in use; -1 before the first complete update."""
 
-    @abstractmethod
     async def generate(self, request: GenerationRequest) -> Completion:
         """Serve one request; concurrent calls are batched.
 
         Raises:
             RolloutError: the request is invalid, the engine sleeps or has no weights, or generation failed.
         """
+        return (await self.generate_many([request]))[0]
 
+    @abstractmethod
     async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Serve requests, in the order given."""
-        return list(await asyncio.gather(*(self.generate(request) for request in requests)))
+        """Serve requests together, in the order given; through :attr:`gate`.
+
+        Raises:
+            RolloutError: as in :meth:`generate`; none of the requests is then served.
+        """
 
     @abstractmethod
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """End requests now (all when None); they complete with the tokens so far and reason ``"abort"``."""
+        """End requests now (all when None), paused ones too (``gate.abort``).
+
+        They complete with the tokens so far and reason ``"abort"``, and can be continued as ``partial``.
+        """
+
+    async def pause(self) -> None:
+        """Sample no further token, and let requests wait, new ones too, until :meth:`resume`.
+
+        Nothing is in flight then: the engine may sleep and take new weights. Requests keep their tokens and go on with
+        the next one; their keys and values are computed again, with the weights that there are then. Where ranks share
+        the weights, all of them pause and resume.
+        """
+        self.gate.close()
+        await self.halt()
+
+    async def resume(self) -> None:
+        """Go on with the requests that wait."""
+        self.gate.open()
+
+    @abstractmethod
+    async def halt(self) -> None:
+        """End what is being computed, for :meth:`pause`: like ``abort`` of everything, but leaves the gate alone."""
 
     @abstractmethod
     async def sleep(self) -> None:

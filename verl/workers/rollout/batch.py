@@ -75,6 +75,7 @@ def sampling_settings(rollout_config: RolloutConfig, *, validate: bool) -> dict[
         "top_p": float(source.top_p),
         "top_k": int(source.top_k),
         "min_p": float(getattr(source, "min_p", 0.0) or 0.0),
+        "repetition_penalty": float(source.repetition_penalty),
         "ignore_eos": bool(rollout_config.ignore_eos),
     }
 

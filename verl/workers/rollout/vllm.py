@@ -25,13 +25,14 @@ from verl.utils.distributed import env_local_world_size, get_world_size, init_pr
 from verl.workers.rollout.base import (
     MEMORY_PARTS,
     Completion,
+    FinishReason,
     GenerationRequest,
     MemoryPart,
     RolloutEngine,
     RolloutMemory,
-    SamplingParams,
 )
 from verl.workers.rollout.manifest import WeightManifest
+from verl.workers.rollout.serving import Call, Gate, check_ready, check_request, parts_of, with_partial
 from verl.workers.rollout.settings import resolve_dtype, special_tokens
 from verl.workers.rollout.vllm_process import (
     leave_stale_groups,
@@ -52,34 +53,12 @@ logger = logging.getLogger(__name__)
 _LOWEST_TEMPERATURE = 0.01
 
 
-class _Call:
-    """Requests that were given together: collects their completions in order."""
-
-    def __init__(self, size: int, future: asyncio.Future[list[Completion]]) -> None:
-        self.completions: list[Completion | None] = [None] * size
-        self.missing = size
-        self.future = future
-
-    def deliver(self, index: int, completion: Completion) -> None:
-        self.completions[index] = completion
-        self.missing -= 1
-        self.settle()
-
-    def settle(self) -> None:
-        if not self.missing and not self.future.done():
-            self.future.set_result([item for item in self.completions if item is not None])
-
-    def fail(self, error: Exception) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
-
-
 @dataclass(frozen=True, slots=True)
 class _Ticket:
     """A request in flight that this rank has to answer."""
 
-    request_id: str
-    call: _Call
+    request: GenerationRequest
+    call: Call
     index: int
 
 
@@ -94,9 +73,9 @@ class _Live:
 class VLLMRolloutEngine(RolloutEngine):
     """vLLM inside the training process.
 
-    Weights are written in place, bucket by bucket; a sample's randomness is its own seed's; log-probabilities are
-    those of the distribution that was sampled from. All work runs in the caller's thread and event loop; between steps
-    the loop gets a turn.
+    Weights are written in place, bucket by bucket; the randomness of a token is that of its request's seed and its
+    position; log-probabilities are those of the distribution that was sampled from. All work runs in the caller's
+    thread and event loop; between steps the loop gets a turn.
 
     With ``rollout.tensor_model_parallel_size`` above 1, ``generate_many`` is collective over the ranks that share the
     weights: each calls it with its own requests, possibly none, and gets its own completions.
@@ -157,6 +136,7 @@ class VLLMRolloutEngine(RolloutEngine):
                 f"{self.manifest.architecture} has layers (experts, latent attention, quantisation) whose weights vLLM "
                 "converts after loading and cannot replace on CPUs; set actor_rollout_ref.rollout.name=hf"
             )
+        self.gate = Gate()
         #: parts that the caller wants ready, and parts whose memory is really held
         self._awake: set[MemoryPart] = set(MEMORY_PARTS)
         self._resident: set[MemoryPart] = set(MEMORY_PARTS)
@@ -180,15 +160,14 @@ class VLLMRolloutEngine(RolloutEngine):
         """Version of the weights in use; -1 before the first complete update."""
         return self._version
 
-    async def generate(self, request: GenerationRequest) -> Completion:
-        """Serve one request; see :meth:`RolloutEngine.generate`."""
-        return (await self.generate_many([request]))[0]
-
     async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Serve requests together, in the order given. Equal prompts share their cache where blocks are full."""
+        return await self.gate.run(self._serve, requests, collective=self._group is not None)
+
+    async def _serve(self, requests: list[GenerationRequest]) -> list[Completion]:
         problem: Exception | None = None
         try:
-            self._check_ready()
+            check_ready(updating=self._next_version is not None, complete=self._complete, awake=self._awake)
             for request in requests:
                 self._check_request(request)
         except RolloutError as error:
@@ -200,13 +179,13 @@ class VLLMRolloutEngine(RolloutEngine):
             return []
         self._make_resident(MEMORY_PARTS)
         loop = asyncio.get_running_loop()
-        call = _Call(len(requests), loop.create_future())
+        call = Call(len(requests), loop.create_future())
         mine: list[str] = []
         for index, request in enumerate(requests):
             self._number += 1
             key = f"{dist.get_rank()}-{self._number}"
             mine.append(key)
-            self._tickets[key] = _Ticket(request.request_id, call, index)
+            self._tickets[key] = _Ticket(request, call, index)
             self._inbox.append((self._tickets[key], _with_seed(request, key)))
         if self._driver is None or self._driver.done():
             self._driver = loop.create_task(self._drive())
@@ -224,8 +203,18 @@ class VLLMRolloutEngine(RolloutEngine):
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """End requests now; they complete with the tokens so far and reason ``"abort"``."""
         wanted = None if request_ids is None else set(request_ids)
+        self.gate.abort(wanted)
+        self._abort_here(wanted)
+
+    async def halt(self) -> None:
+        """End what is being computed; see :meth:`RolloutEngine.halt`."""
+        self._abort_here(None)
+        if self._group is not None and self._driver is not None:  # the ranks agree on it at their next step
+            await asyncio.shield(self._driver)
+
+    def _abort_here(self, wanted: set[str] | None) -> None:
         self._unwanted.update(
-            key for key, ticket in self._tickets.items() if wanted is None or ticket.request_id in wanted
+            key for key, ticket in self._tickets.items() if wanted is None or ticket.request.request_id in wanted
         )
         if self._group is None:
             self._abort_unwanted(self._unwanted)
@@ -261,21 +250,23 @@ class VLLMRolloutEngine(RolloutEngine):
                 arrived = [item for requests, _ in gathered for item in requests]
                 unwanted = {key for _, keys in gathered for key in keys}
         for key, request in arrived:
-            self.engine.add_request(key, _engine_input(request), self._sampling(request.sampling))
+            self.engine.add_request(key, _engine_input(request), self._sampling(request))
         self._abort_unwanted(unwanted)
         return bool(self.engine.has_unfinished_requests())
 
-    def _sampling(self, sampling: SamplingParams) -> Any:
+    def _sampling(self, request: GenerationRequest) -> Any:
         from vllm import SamplingParams as VLLMSamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        sampling = request.sampling
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self.eos_token_ids)
         return VLLMSamplingParams(
-            max_tokens=sampling.max_tokens,
+            max_tokens=request.remaining,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
             seed=None if sampling.greedy else sampling.seed,
             stop_token_ids=sorted(stops),
             ignore_eos=True,  # the tokens that end a sequence are all in stop_token_ids
@@ -291,12 +282,15 @@ class VLLMRolloutEngine(RolloutEngine):
             return
         (result,) = output.outputs
         if result.finish_reason not in ("stop", "length"):
-            raise RolloutError(f"request {ticket.request_id!r}: vLLM ended it with reason {result.finish_reason!r}")
-        ticket.call.deliver(ticket.index, self._completion(result.token_ids, result.logprobs, result.finish_reason))
+            raise RolloutError(
+                f"request {ticket.request.request_id!r}: vLLM ended it with reason {result.finish_reason!r}"
+            )
+        self._answer(ticket, result.token_ids, result.logprobs, result.finish_reason)
 
-    def _completion(self, token_ids: Sequence[int], log_probs: Any, reason: Any) -> Completion:
-        values = [log_probs.logprobs[start] for start in log_probs.start_indices]
-        return Completion(list(token_ids), values, reason, self._version)
+    def _answer(self, ticket: _Ticket, token_ids: Sequence[int], log_probs: Any, reason: FinishReason) -> None:
+        values = [] if log_probs is None else [log_probs.logprobs[start] for start in log_probs.start_indices]
+        sampled = Completion(list(token_ids), values, reason, self._version)
+        ticket.call.deliver(ticket.index, with_partial(ticket.request, sampled))
 
     def _abort_unwanted(self, keys: Iterable[str]) -> None:
         keys = set(keys)
@@ -305,16 +299,13 @@ class VLLMRolloutEngine(RolloutEngine):
         self._inbox = [item for item in self._inbox if item[1].request_id not in keys]
         for ticket, request in waiting:
             self._tickets.pop(request.request_id, None)
-            ticket.call.deliver(ticket.index, Completion([], [], "abort", self._version))
+            self._answer(ticket, [], None, "abort")
         states = self.engine.output_processor.request_states
         running = {state.external_req_id: state for state in states.values() if state.external_req_id in keys}
         for key, state in running.items():
             if key in self._tickets:  # else another rank answers it
-                ticket = self._tickets.pop(key)
-                completion = self._completion(
-                    state.detokenizer.output_token_ids, state.logprobs_processor.logprobs, "abort"
-                )
-                ticket.call.deliver(ticket.index, completion)
+                tokens, log_probs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
+                self._answer(self._tickets.pop(key), tokens, log_probs, "abort")
         if running:
             self.engine.abort_request(sorted(running))
 
@@ -322,12 +313,7 @@ class VLLMRolloutEngine(RolloutEngine):
         calls = {id(ticket.call): ticket.call for ticket in self._tickets.values()}
         self._forget_all()
         for call in calls.values():
-            if isinstance(error, VerlError):
-                call.fail(error)
-            else:
-                wrapped = RolloutError(f"generation failed: {type(error).__name__}: {error}")
-                wrapped.__cause__ = error
-                call.fail(wrapped)
+            call.fail(error)
 
     def _forget_all(self) -> None:
         keys = list({state.external_req_id for state in self.engine.output_processor.request_states.values()})
@@ -337,33 +323,9 @@ class VLLMRolloutEngine(RolloutEngine):
         if keys:
             self.engine.abort_request(keys)
 
-    def _check_ready(self) -> None:
-        if self._next_version is not None:
-            raise RolloutError("a weight update is running; generate after end_update")
-        if not self._complete:
-            raise RolloutError(
-                "the rollout has no complete weights; hand over the policy's weights (sync_weights) first"
-            )
-        if len(self._awake) < len(MEMORY_PARTS):
-            asleep = [part for part in MEMORY_PARTS if part not in self._awake]
-            raise RolloutError(f"the rollout is asleep ({', '.join(asleep)}); call wake() before generating")
-
     def _check_request(self, request: GenerationRequest) -> None:
-        prompt, sampling = request.prompt_ids, request.sampling
-        if not prompt:
-            raise RolloutError(f"request {request.request_id!r} has an empty prompt; give at least one token")
-        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
-            bad = min(prompt) if min(prompt) < 0 else max(prompt)
-            raise RolloutError(
-                f"request {request.request_id!r} has token id {bad}, outside of the model's vocabulary of "
-                f"{self.vocab_size}; tokenizer and model must belong together"
-            )
-        total = len(prompt) + sampling.max_tokens
-        if total > self.max_model_len:
-            raise RolloutError(
-                f"request {request.request_id!r}: {len(prompt)} prompt tokens + max_tokens={sampling.max_tokens} "
-                f"exceed {self.max_model_len}, which is rollout.max_model_len or what the model has positions for"
-            )
+        check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+        sampling = request.sampling
         if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
             raise RolloutError(
                 f"request {request.request_id!r}: temperature={sampling.temperature} is below vLLM's smallest, "
@@ -403,12 +365,9 @@ class VLLMRolloutEngine(RolloutEngine):
         Raises:
             RolloutError: the weights were dropped and the training engine's have changed since.
         """
-        wanted = set(parts)
-        unknown = wanted - set(MEMORY_PARTS)
-        if unknown:
-            raise RolloutError(f"wake: unknown parts {sorted(unknown)}; use {', '.join(MEMORY_PARTS)}")
-        self._make_resident([part for part in MEMORY_PARTS if part in wanted])
-        self._awake |= wanted
+        wanted = parts_of(parts)
+        self._make_resident(wanted)
+        self._awake.update(wanted)
 
     def memory(self) -> RolloutMemory:
         """Bytes held now, on the engine's device and by this rank."""
@@ -598,7 +557,7 @@ def _parallel_group() -> dist.ProcessGroup | None:
 
 
 def _engine_input(request: GenerationRequest) -> dict[str, Any]:
-    return {"type": "token", "prompt_token_ids": request.prompt_ids}
+    return {"type": "token", "prompt_token_ids": request.context_ids}
 
 
 def _with_seed(request: GenerationRequest, key: str) -> GenerationRequest:
@@ -606,7 +565,7 @@ def _with_seed(request: GenerationRequest, key: str) -> GenerationRequest:
     sampling = request.sampling
     if sampling.seed is None:
         sampling = replace(sampling, seed=secrets.randbits(62))
-    return GenerationRequest(request.prompt_ids, sampling, key)
+    return replace(request, sampling=sampling, request_id=key)
 
 
 def _version_of(tensor: torch.Tensor) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import mmap
 import sys
 from collections.abc import Iterable, Mapping
@@ -23,6 +24,7 @@ class WorkerExtension:
 
     model_runner: Any
     vllm_config: Any
+    use_v2_model_runner: bool
 
     def verl_attach(self, manifest: WeightManifest, dtype: torch.dtype, pack: bool) -> bool:
         """Take charge of the weights of the model that was loaded; whether they are updated in place."""
@@ -30,7 +32,20 @@ class WorkerExtension:
             self.model_runner.get_model(), self.vllm_config.model_config, manifest=manifest, dtype=dtype, pack=pack
         )
         self._verl_cache_held = True
+        if not self.use_v2_model_runner:  # the other one draws by seed and position itself
+            self.model_runner.sampler.register_forward_pre_hook(self._verl_place_random_streams)
         return self._verl_weights.in_place
+
+    def _verl_place_random_streams(self, *_: Any) -> None:
+        """Before tokens are drawn: let each one's random numbers be a function of its seed and its position.
+
+        vLLM lets a request's generator run on from token to token. A completion that is continued in another request
+        would begin the stream again, and use the numbers of its first tokens twice.
+        """
+        batch, requests = self.model_runner.input_batch, self.model_runner.requests
+        for row, generator in batch.generators.items():
+            seed = requests[batch.req_ids[row]].sampling_params.seed
+            generator.manual_seed(stream_seed(seed, int(batch.num_tokens_no_spec[row])))
 
     def verl_begin_update(self) -> None:
         """See :meth:`ModelWeights.begin`."""
@@ -85,6 +100,15 @@ class WorkerExtension:
         from vllm.config import set_current_vllm_config
 
         return set_current_vllm_config(self.vllm_config)
+
+
+def stream_seed(seed: int, position: int) -> int:
+    """Seed of the random numbers that draw the token at a position of a sequence; below 2**63.
+
+    torch's generator on CPUs looks at the lower half of its seed only: both numbers must reach all bits.
+    """
+    mixed = hashlib.blake2b(seed.to_bytes(16, "little", signed=True) + position.to_bytes(8, "little"), digest_size=8)
+    return int.from_bytes(mixed.digest(), "little") >> 1
 
 
 def forget_pages(storage: torch.UntypedStorage) -> bool:

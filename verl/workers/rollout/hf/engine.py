@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -26,6 +27,7 @@ from verl.workers.rollout.hf.kv_cache import RolloutCache
 from verl.workers.rollout.hf.runner import BatchRunner, FinishedSequence
 from verl.workers.rollout.hf.scheduler import Scheduler, Sequence
 from verl.workers.rollout.hf.weights import ModuleWeights, build_module
+from verl.workers.rollout.serving import Call, Gate, check_ready, check_request, parts_of, with_partial
 from verl.workers.rollout.settings import resolve_dtype, special_tokens
 
 if TYPE_CHECKING:
@@ -35,25 +37,6 @@ logger = logging.getLogger(__name__)
 
 #: fewer full-length sequences at a time than this are worth a warning
 _FEW_ROWS = 8
-
-
-class _Call:
-    """Requests that were given together: collects their completions in order."""
-
-    def __init__(self, size: int, future: asyncio.Future[list[Completion]]) -> None:
-        self.completions: list[Completion | None] = [None] * size
-        self.missing = size
-        self.future = future
-
-    def deliver(self, index: int, completion: Completion) -> None:
-        self.completions[index] = completion
-        self.missing -= 1
-        if not self.missing and not self.future.done():
-            self.future.set_result([item for item in self.completions if item is not None])
-
-    def fail(self, error: Exception) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
 
 
 class HFRolloutEngine(RolloutEngine):
@@ -110,10 +93,11 @@ class HFRolloutEngine(RolloutEngine):
             max_prefill_tokens=int(getattr(rollout_config, "max_num_batched_tokens", None) or 8192),
         )
         self.scheduler = Scheduler(int(rollout_config.max_num_seqs))
+        self.gate = Gate()
         self._awake: set[MemoryPart] = set(MEMORY_PARTS)
         self._version = -1
         self._next_version: int | None = None
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, Call] = {}
         self._driver: asyncio.Task[None] | None = None
 
     # -- serving
@@ -128,19 +112,18 @@ class HFRolloutEngine(RolloutEngine):
         """Tokens that end a completion unless ``ignore_eos`` is set."""
         return self.runner.eos_token_ids
 
-    async def generate(self, request: GenerationRequest) -> Completion:
-        """Serve one request; see :meth:`RolloutEngine.generate`."""
-        return (await self.generate_many([request]))[0]
-
     async def generate_many(self, requests: Seq[GenerationRequest]) -> list[Completion]:
         """Serve requests together, in the order given. Equal prompts are prefilled once."""
+        return await self.gate.run(self._serve, requests)
+
+    async def _serve(self, requests: list[GenerationRequest]) -> list[Completion]:
         if not requests:
             return []
-        self._check_ready()
+        check_ready(updating=self._next_version is not None, complete=self.weights.complete, awake=self._awake)
         for request in requests:
-            self._check_request(request)
+            check_request(request, vocab_size=self.runner.vocab_size, max_model_len=self.max_model_len)
         loop = asyncio.get_running_loop()
-        call = _Call(len(requests), loop.create_future())
+        call = Call(len(requests), loop.create_future())
 
         def deliver_to(index: int) -> Any:
             return lambda completion: call.deliver(index, completion)
@@ -163,11 +146,13 @@ class HFRolloutEngine(RolloutEngine):
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """End requests now; they complete with the tokens so far and reason ``"abort"``."""
-        if request_ids is None:
-            self._abort(lambda sequence: True)
-        else:
-            wanted = set(request_ids)
-            self._abort(lambda sequence: sequence.request.request_id in wanted)
+        wanted = None if request_ids is None else set(request_ids)
+        self.gate.abort(wanted)
+        self._abort(lambda sequence: wanted is None or sequence.request.request_id in wanted)
+
+    async def halt(self) -> None:
+        """End what is being computed; see :meth:`RolloutEngine.halt`."""
+        self._abort(lambda sequence: True)
 
     def _abort(self, unwanted: Any) -> None:
         for sequence in self.scheduler.remove(unwanted):
@@ -198,9 +183,7 @@ class HFRolloutEngine(RolloutEngine):
         return finished
 
     def _deliver(self, sequence: Sequence, completion: Completion) -> None:
-        if completion.policy_version != self._version:
-            completion = Completion(completion.token_ids, completion.log_probs, completion.finish_reason, self._version)
-        sequence.deliver(completion)
+        sequence.deliver(with_partial(sequence.request, replace(completion, policy_version=self._version)))
 
     def _fail(self, error: Exception) -> None:
         calls = list(self._calls.values())
@@ -208,44 +191,11 @@ class HFRolloutEngine(RolloutEngine):
         self.cache.release()  # it may hold values that are not finite
         self.runner.release()
         for call in calls:
-            if isinstance(error, VerlError):
-                call.fail(error)
-            else:
-                wrapped = RolloutError(f"generation failed: {type(error).__name__}: {error}")
-                wrapped.__cause__ = error
-                call.fail(wrapped)
+            call.fail(error)
 
     def _forget_all(self) -> None:
         self.scheduler.remove(lambda sequence: True)
         self.runner.reset()
-
-    def _check_ready(self) -> None:
-        if self._next_version is not None:
-            raise RolloutError("a weight update is running; generate after end_update")
-        if not self.weights.complete:
-            raise RolloutError(
-                "the rollout has no complete weights; hand over the policy's weights (sync_weights) first"
-            )
-        if len(self._awake) < len(MEMORY_PARTS):
-            asleep = [part for part in MEMORY_PARTS if part not in self._awake]
-            raise RolloutError(f"the rollout is asleep ({', '.join(asleep)}); call wake() before generating")
-
-    def _check_request(self, request: GenerationRequest) -> None:
-        prompt, sampling = request.prompt_ids, request.sampling
-        if not prompt:
-            raise RolloutError(f"request {request.request_id!r} has an empty prompt; give at least one token")
-        if min(prompt) < 0 or max(prompt) >= self.runner.vocab_size:
-            bad = min(prompt) if min(prompt) < 0 else max(prompt)
-            raise RolloutError(
-                f"request {request.request_id!r} has token id {bad}, outside of the model's vocabulary of "
-                f"{self.runner.vocab_size}; tokenizer and model must belong together"
-            )
-        total = len(prompt) + sampling.max_tokens
-        if self.max_model_len is not None and total > self.max_model_len:
-            raise RolloutError(
-                f"request {request.request_id!r}: {len(prompt)} prompt tokens + max_tokens={sampling.max_tokens} "
-                f"exceed rollout.max_model_len={self.max_model_len}"
-            )
 
     # -- memory
 
@@ -259,13 +209,10 @@ class HFRolloutEngine(RolloutEngine):
 
     async def wake(self, parts: Iterable[MemoryPart] = MEMORY_PARTS) -> None:
         """Make ready again; the cache's memory is taken when the first batch needs it."""
-        wanted = set(parts)
-        unknown = wanted - set(MEMORY_PARTS)
-        if unknown:
-            raise RolloutError(f"wake: unknown parts {sorted(unknown)}; use {', '.join(MEMORY_PARTS)}")
+        wanted = parts_of(parts)
         if "weights" in wanted and "weights" not in self._awake:
             self.weights.restore()
-        self._awake |= wanted
+        self._awake.update(wanted)
 
     def memory(self) -> RolloutMemory:
         """Bytes held now, on the engine's device."""

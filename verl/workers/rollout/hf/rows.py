@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -20,6 +21,8 @@ class RowState:
         last_column: (rows,) int64, column where the row's budget ends.
         stop_set: (rows,) int64, which set of stop tokens applies.
         alive: (rows,) bool, not finished.
+        seen: (rows, vocabulary) bool, tokens of the row's prompt and completion; (rows, 0) until a row's repetitions
+            are penalised.
     """
 
     tokens: torch.Tensor
@@ -30,9 +33,12 @@ class RowState:
     last_column: torch.Tensor
     stop_set: torch.Tensor
     alive: torch.Tensor
+    seen: torch.Tensor
 
     @classmethod
-    def allocate(cls, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> RowState:
+    def allocate(
+        cls, rows: int, columns: int, dtype: torch.dtype, device: torch.device, *, vocabulary: int = 0
+    ) -> RowState:
         """Zeros for ``rows`` × ``columns``; ``dtype`` is the model's."""
 
         def grid(kind: torch.dtype) -> torch.Tensor:
@@ -50,6 +56,7 @@ class RowState:
             last_column=column(torch.int64),
             stop_set=column(torch.int64),
             alive=column(torch.bool),
+            seen=torch.zeros(rows, vocabulary, dtype=torch.bool, device=device),
         )
 
     @property
@@ -61,6 +68,17 @@ class RowState:
     def columns(self) -> int:
         """Columns that fit."""
         return self.tokens.shape[1]
+
+    def note_contexts(self, first: int, contexts: Sequence[list[int] | None], vocabulary: int) -> None:
+        """Mark the tokens that rows from ``first`` on have; None: the row's repetitions are not penalised."""
+        if all(context is None for context in contexts):
+            return
+        if not self.seen.shape[1]:
+            self.seen = self.seen.new_zeros(self.rows, vocabulary)
+        for row, context in enumerate(contexts, start=first):
+            self.seen[row] = False
+            if context is not None:
+                self.seen[row, torch.tensor(context, device=self.seen.device)] = True
 
     def move_rows(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy rows ``source`` over rows ``target``."""
@@ -74,11 +92,11 @@ class RowState:
         Columns before ``first_column`` belong to no row and are not kept. Columns ahead of the current token are:
         their random numbers are drawn already.
         """
-        new = RowState.allocate(rows, columns, self.pad_bias.dtype, self.tokens.device)
+        new = RowState.allocate(rows, columns, self.pad_bias.dtype, self.tokens.device, vocabulary=self.seen.shape[1])
         end = min(self.columns, columns - shift)
         for item in fields(self):
             before, after = getattr(self, item.name), getattr(new, item.name)
-            if before.dim() == 1:
+            if before.dim() == 1 or item.name == "seen":
                 after[:live] = before[:live]
             else:
                 after[:live, first_column + shift : end + shift] = before[:live, first_column:end]

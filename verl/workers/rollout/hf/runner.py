@@ -107,15 +107,17 @@ class BatchRunner:
         live = len(self.rows)
         self._live = live
         new = self.rows[start_row:]
-        params = [sequence.request.sampling for sequence in new if sequence is not None]
-        seeds = [_seed_of(item.seed) for item in params]
-        drawn = torch.from_numpy(uniforms(seeds, max(item.max_tokens for item in params))).to(self.device)
-        self._state.uniform[start_row:live, column : column + drawn.shape[1]] = drawn
-        last = torch.tensor([column + item.max_tokens - 1 for item in params], device=self.device)
+        entered = [sequence for sequence in new if sequence is not None]
+        seeds = [_seed_of(item.request.sampling.seed) for item in entered]
+        count, passed = max(item.budget for item in entered), [item.request.sampled for item in entered]
+        drawn = torch.from_numpy(uniforms(seeds, count, passed)).to(self.device)
+        self._state.uniform[start_row:live, column : column + count] = drawn
+        last = torch.tensor([column + item.budget - 1 for item in entered], device=self.device)
         self._state.last_column[start_row:live] = last
         self._state.stop_set[start_row:live] = torch.tensor(
-            [self._stop_index(item) for item in params], device=self.device
+            [self._stop_index(item.request.sampling) for item in entered], device=self.device
         )
+        self._state.note_contexts(start_row, [item.penalised_ids for item in entered], self.vocab_size)
         self._state.alive[start_row:live] = True
         self._membership_changed()
         joined = torch.cat(logits) if len(logits) > 1 else logits[0]
@@ -179,11 +181,11 @@ class BatchRunner:
     def _prefill(self, groups: Seq[PromptGroup]) -> torch.Tensor:
         """Fill new rows at the end of the batch; returns the logits after each row's prompt, (rows, V)."""
         column, first_row = self._column, len(self.rows)
-        lengths = [len(group.prompt_ids) for group in groups]
+        lengths = [len(group.context_ids) for group in groups]
         longest = lengths[0]
         ids = np.zeros((len(groups), longest), np.int64)
         for row, group in enumerate(groups):
-            ids[row, : lengths[row]] = group.prompt_ids
+            ids[row, : lengths[row]] = group.context_ids
         runs: list[tuple[int, int, int]] = []
         source: list[int] = []
         for index, group in enumerate(groups):
@@ -214,7 +216,10 @@ class BatchRunner:
     ) -> list[FinishedSequence]:
         """Sample the current column of rows ``[start, stop)`` and end what is done."""
         column = self._column
-        tokens, log_probs = sample(logits, settings, self._state.uniform[start:stop, column])
+        seen = None if settings.repetition_penalty is None else self._state.seen[start:stop]
+        tokens, log_probs = sample(logits, settings, self._state.uniform[start:stop, column], seen)
+        if seen is not None:
+            seen.scatter_(1, tokens.unsqueeze(1), True)
         self._state.tokens[start:stop, column] = tokens
         self._state.log_probs[start:stop, column] = log_probs
         if len(self._stop_tables) == 1:
@@ -256,12 +261,12 @@ class BatchRunner:
     def _make_room(self, incoming: Seq[Sequence]) -> None:
         """Have rows and columns for the batch plus ``incoming``, which are prefilled at the current column."""
         live, column, first = self._live, self._column, self._first_column
-        prompt = max(sequence.prompt_length for sequence in incoming)
-        remaining = max(sequence.request.sampling.max_tokens for sequence in incoming)
+        prompt = max(sequence.context_length for sequence in incoming)
+        remaining = max(sequence.budget for sequence in incoming)
         used = 0
         if live:
             used = column - first
-            ends = [s.first_column + s.request.sampling.max_tokens for s in self.rows if s is not None]
+            ends = [s.first_column + s.budget for s in self.rows if s is not None]
             remaining = max(remaining, max(ends) - column)
             if (
                 column >= prompt
@@ -307,7 +312,7 @@ class BatchRunner:
 
     def _membership_changed(self) -> None:
         """Recompute what depends on which sequences run; all rows are live here."""
-        starts = [s.first_column - s.prompt_length for s in self.rows if s is not None]
+        starts = [s.first_column - s.context_length for s in self.rows if s is not None]
         self._first_column = min(starts)
         self._same_start = self._first_column == max(starts)
         self._longest = max(s.total_length for s in self.rows if s is not None)

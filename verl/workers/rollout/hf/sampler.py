@@ -27,6 +27,7 @@ class SamplingBatch:
         max_top_k: the largest of ``top_k``.
         top_p: (B,1) float32; 1 keeps all.
         min_p: (B,1) float32; 0 keeps all.
+        repetition_penalty: (B,1) float32; 1 changes nothing.
     """
 
     greedy: torch.Tensor | None
@@ -36,6 +37,7 @@ class SamplingBatch:
     max_top_k: int
     top_p: torch.Tensor | None
     min_p: torch.Tensor | None
+    repetition_penalty: torch.Tensor | None
 
     @classmethod
     def build(cls, params: Sequence[SamplingParams], device: torch.device) -> SamplingBatch:
@@ -61,6 +63,7 @@ class SamplingBatch:
             max_top_k=int(max(top_k, default=no_limit)),
             top_p=column(drawn([item.top_p for item in params], 1.0), 1.0, torch.float32),
             min_p=column(drawn([item.min_p for item in params], 0.0), 0.0, torch.float32),
+            repetition_penalty=column([item.repetition_penalty for item in params], 1.0, torch.float32),
         )
 
     def rows(self, start: int, stop: int) -> SamplingBatch:
@@ -77,16 +80,20 @@ class SamplingBatch:
             self.max_top_k,
             cut(self.top_p),
             cut(self.min_p),
+            cut(self.repetition_penalty),
         )
 
 
-def sample(logits: torch.Tensor, settings: SamplingBatch, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(
+    logits: torch.Tensor, settings: SamplingBatch, uniform: torch.Tensor, seen: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row.
 
     Args:
         logits: (B,V), any floating dtype; not changed.
         settings: of the B rows.
         uniform: (B,) float64 in [0, 1); row b's token is the inverse of its cumulative distribution there.
+        seen: (B,V) bool, tokens that each row has already; for the repetition penalty.
 
     Returns:
         tokens (B,) int64 and log-probabilities (B,) float32 of the processed distribution (for greedy rows: at
@@ -94,16 +101,21 @@ def sample(logits: torch.Tensor, settings: SamplingBatch, uniform: torch.Tensor)
     """
     rows = max(1, _CHUNK_ELEMENTS // logits.shape[1])
     if logits.shape[0] <= rows:
-        return _sample(logits, settings, uniform)
-    pieces = [
-        _sample(logits[start : start + rows], settings.rows(start, start + rows), uniform[start : start + rows])
-        for start in range(0, logits.shape[0], rows)
-    ]
+        return _sample(logits, settings, uniform, seen)
+    pieces = []
+    for start in range(0, logits.shape[0], rows):
+        part = slice(start, start + rows)
+        chosen = None if seen is None else seen[part]
+        pieces.append(_sample(logits[part], settings.rows(start, start + rows), uniform[part], chosen))
     return torch.cat([piece[0] for piece in pieces]), torch.cat([piece[1] for piece in pieces])
 
 
-def _sample(logits: torch.Tensor, settings: SamplingBatch, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _sample(
+    logits: torch.Tensor, settings: SamplingBatch, uniform: torch.Tensor, seen: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     logits = logits.float()
+    if settings.repetition_penalty is not None and seen is not None:
+        logits = penalise_repetition(logits, settings.repetition_penalty, seen)
     if settings.all_greedy:
         tokens = logits.argmax(dim=-1)
         return tokens, _gather(logits, tokens) - logits.logsumexp(dim=-1)
@@ -119,6 +131,17 @@ def _sample(logits: torch.Tensor, settings: SamplingBatch, uniform: torch.Tensor
         greedy_log_probs = (_gather(logits, best) - highest.squeeze(1)) - total.log().float()
         log_probs = torch.where(settings.greedy, greedy_log_probs, log_probs)
     return tokens, log_probs
+
+
+def penalise_repetition(logits: torch.Tensor, penalty: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Make tokens that a row has already less likely: positive logits are divided, negative ones multiplied.
+
+    Args:
+        logits: (B,V) float32; not changed.
+        penalty: (B,1) float32.
+        seen: (B,V) bool.
+    """
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def process_logits(logits: torch.Tensor, settings: SamplingBatch) -> torch.Tensor:

@@ -15,33 +15,48 @@ class Sequence:
     Attributes:
         request: what was asked.
         deliver: called once with the completion.
-        first_column: cache column of its first sampled token, once it runs.
+        first_column: cache column of the first token that is sampled now, once it runs.
+        context_ids: what that token follows: the prompt, and the tokens of a partial completion.
     """
 
     request: GenerationRequest
     deliver: Callable[[Completion], None]
     first_column: int = -1
+    context_ids: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.context_ids = self.request.context_ids
 
     @property
-    def prompt_length(self) -> int:
-        return len(self.request.prompt_ids)
+    def budget(self) -> int:
+        """Most tokens to sample now."""
+        return self.request.remaining
+
+    @property
+    def penalised_ids(self) -> list[int] | None:
+        """Tokens whose repetition is penalised; None without a penalty."""
+        return self.context_ids if self.request.sampling.repetition_penalty != 1.0 else None
+
+    @property
+    def context_length(self) -> int:
+        return len(self.context_ids)
 
     @property
     def total_length(self) -> int:
-        return len(self.request.prompt_ids) + self.request.sampling.max_tokens
+        return len(self.context_ids) + self.request.remaining
 
 
 @dataclass(slots=True, eq=False)
 class PromptGroup:
-    """Waiting sequences with the same prompt: one prefill serves all of them.
+    """Waiting sequences with the same context, mostly a prompt: one prefill serves all of them.
 
     Attributes:
-        prompt_ids: the prompt.
+        context_ids: the context.
         burst: number of the call that brought the first of them.
         members: the sequences.
     """
 
-    prompt_ids: list[int]
+    context_ids: list[int]
     burst: int
     members: list[Sequence] = field(default_factory=list)
 
@@ -70,10 +85,10 @@ class Scheduler:
         """Queue the sequences of one call."""
         self._bursts += 1
         for sequence in sequences:
-            key = tuple(sequence.request.prompt_ids)
+            key = tuple(sequence.context_ids)
             group = self._groups.get(key)
             if group is None:
-                group = self._groups[key] = PromptGroup(sequence.request.prompt_ids, self._bursts)
+                group = self._groups[key] = PromptGroup(sequence.context_ids, self._bursts)
                 self._order.append(group)
                 self._sorted = False
             group.members.append(sequence)
@@ -95,7 +110,7 @@ class Scheduler:
         if running and free < self.max_rows // 4 and free < self.waiting:
             return []  # let more rows get free: a prefill has a fixed cost
         if not self._sorted:
-            self._order.sort(key=lambda group: (group.burst, -len(group.prompt_ids)))
+            self._order.sort(key=lambda group: (group.burst, -len(group.context_ids)))
             self._sorted = True
         taken: list[PromptGroup] = []
         for group in list(self._order):
@@ -107,14 +122,14 @@ class Scheduler:
                 if running:
                     break
                 # an empty batch always makes progress, even when one group is larger than the batch
-                part = PromptGroup(group.prompt_ids, group.burst, group.members[: max(room, 1)])
+                part = PromptGroup(group.context_ids, group.burst, group.members[: max(room, 1)])
                 del group.members[: len(part.members)]
                 taken.append(part)
                 self.waiting -= len(part.members)
                 break
             taken.append(group)
             self._order.remove(group)
-            del self._groups[tuple(group.prompt_ids)]
+            del self._groups[tuple(group.context_ids)]
             self.waiting -= len(group.members)
             running += len(group.members)
             free -= len(group.members)
@@ -132,7 +147,7 @@ class Scheduler:
             group.members = [member for member in group.members if not unwanted(member)]
             if not group.members:
                 self._order.remove(group)
-                del self._groups[tuple(group.prompt_ids)]
+                del self._groups[tuple(group.context_ids)]
         self.waiting -= len(removed)
         return removed
 
@@ -155,8 +170,8 @@ def split_for_prefill(groups: list[PromptGroup], max_tokens: int, forward_cost: 
     """
     pieces: list[list[PromptGroup]] = []
     width = waste = 0
-    for group in sorted(groups, key=lambda item: -len(item.prompt_ids)):
-        length = len(group.prompt_ids)
+    for group in sorted(groups, key=lambda item: -len(item.context_ids)):
+        length = len(group.context_ids)
         waste += width - length
         if not pieces or waste > forward_cost or (len(pieces[-1]) + 1) * width > max_tokens:
             pieces.append([])

@@ -12,7 +12,7 @@ import numpy.typing as npt
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def uniforms(seeds: npt.ArrayLike, count: int) -> npt.NDArray[np.float64]:
+def uniforms(seeds: npt.ArrayLike, count: int, first: npt.ArrayLike = 0) -> npt.NDArray[np.float64]:
     """Uniform numbers in [0, 1) with 53 random bits.
 
     SplitMix64 (Steele, Lea, Flood 2014: a Weyl sequence through a 64-bit mixing function), started from the mixed
@@ -21,13 +21,15 @@ def uniforms(seeds: npt.ArrayLike, count: int) -> npt.NDArray[np.float64]:
     Args:
         seeds: (B,) integers in [0, 2**64).
         count: numbers per seed.
+        first: (B,) or one number: how many numbers of each seed to pass over.
 
     Returns:
-        (B, count) float64; entry (b, t) depends on ``seeds[b]`` and ``t`` only.
+        (B, count) float64; entry (b, t) depends on ``seeds[b]`` and ``first[b] + t`` only.
     """
     start = _mix(np.asarray(seeds, dtype=np.uint64))
     with np.errstate(over="ignore"):
-        state = start[:, None] + np.arange(1, count + 1, dtype=np.uint64)[None, :] * _GOLDEN
+        number = np.asarray(first, dtype=np.uint64).reshape(-1, 1) + np.arange(1, count + 1, dtype=np.uint64)
+        state = start[:, None] + number * _GOLDEN
     return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

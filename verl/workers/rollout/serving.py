@@ -1,0 +1,215 @@
+"""What engines share in serving requests: calls and their completions, pausing, checks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from verl.errors import RolloutError, VerlError
+from verl.workers.rollout.base import MEMORY_PARTS, Completion, GenerationRequest, MemoryPart
+
+
+class Call:
+    """Requests that were given together: collects their completions in order.
+
+    Args:
+        size: number of requests.
+        future: gets the completions, or the error.
+    """
+
+    def __init__(self, size: int, future: asyncio.Future[list[Completion]]) -> None:
+        self.completions: list[Completion | None] = [None] * size
+        self.missing = size
+        self.future = future
+
+    def deliver(self, index: int, completion: Completion) -> None:
+        """Take one completion; with the last one the caller gets all."""
+        self.completions[index] = completion
+        self.missing -= 1
+        if not self.missing and not self.future.done():
+            self.future.set_result([item for item in self.completions if item is not None])
+
+    def fail(self, error: Exception) -> None:
+        """Raise an error in the caller, as one of this package's types."""
+        if self.future.done():
+            return
+        if not isinstance(error, VerlError):
+            wrapped = RolloutError(f"generation failed: {type(error).__name__}: {error}")
+            wrapped.__cause__ = error
+            error = wrapped
+        self.future.set_exception(error)
+
+
+@dataclass(eq=False)
+class _Caller:
+    """A call on its way through the gate.
+
+    Attributes:
+        open: the requests without a completion, by their place in the call.
+        done: completions by place.
+        unwanted: requests that were aborted by name: their next completion is their last.
+        wake: set when there is something to look at again.
+    """
+
+    open: dict[int, GenerationRequest]
+    done: dict[int, Completion] = field(default_factory=dict)
+    unwanted: set[str] = field(default_factory=set)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Gate:
+    """Holds requests back while an engine is paused.
+
+    A pause ends what an engine computes; the gate keeps those requests with the tokens that they have and gives them
+    to the engine again when it is opened.
+    """
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._closings = 0
+        self._callers: set[_Caller] = set()
+
+    def close(self) -> None:
+        """Let no request through, and keep those that the engine ends now."""
+        self.closed = True
+        self._closings += 1
+
+    def open(self) -> None:
+        """Let requests through."""
+        self.closed = False
+        for caller in self._callers:
+            caller.wake.set()
+
+    def abort(self, request_ids: Collection[str] | None) -> None:
+        """Complete waiting requests with what they have, and do not keep those that the engine ends now."""
+        for caller in self._callers:
+            caller.unwanted |= {
+                request.request_id
+                for request in caller.open.values()
+                if request_ids is None or request.request_id in request_ids
+            }
+            caller.wake.set()
+
+    async def run(
+        self,
+        serve: Callable[[list[GenerationRequest]], Awaitable[list[Completion]]],
+        requests: Sequence[GenerationRequest],
+        *,
+        collective: bool = False,
+    ) -> list[Completion]:
+        """Serve a call, over pauses.
+
+        Args:
+            serve: what the engine does while the gate is open.
+            requests: of the call.
+            collective: ranks serve together: after a pause this one takes part again, even without requests.
+        """
+        caller = _Caller(dict(enumerate(requests)))
+        self._callers.add(caller)
+        try:
+            while True:
+                while self.closed:
+                    self._drop_unwanted(caller)
+                    if not caller.open and not collective:
+                        break
+                    caller.wake.clear()
+                    await caller.wake.wait()
+                if self.closed:
+                    break
+                closings = self._closings
+                places = list(caller.open)
+                results = await serve([caller.open[place] for place in places])
+                paused = self._closings != closings
+                for place, completion in zip(places, results, strict=True):
+                    request = caller.open[place]
+                    if paused and completion.finish_reason == "abort" and request.request_id not in caller.unwanted:
+                        caller.open[place] = replace(request, partial=completion)
+                    else:
+                        caller.done[place] = completion
+                        del caller.open[place]
+                if not paused or not (caller.open or collective):
+                    break
+        finally:
+            self._callers.discard(caller)
+        return [caller.done[place] for place in range(len(requests))]
+
+    @staticmethod
+    def _drop_unwanted(caller: _Caller) -> None:
+        for place, request in list(caller.open.items()):
+            if request.request_id in caller.unwanted:
+                caller.done[place] = request.partial or Completion([], [], "abort")
+                del caller.open[place]
+
+
+def with_partial(request: GenerationRequest, completion: Completion) -> Completion:
+    """The whole completion of a request, from the tokens that were sampled now."""
+    partial = request.partial
+    if partial is None or not partial.token_ids:
+        return completion
+    if not completion.token_ids:
+        return replace(partial, finish_reason=completion.finish_reason)
+    last = completion.policy_version if completion.last_policy_version is None else completion.last_policy_version
+    return Completion(
+        partial.token_ids + completion.token_ids,
+        partial.log_probs + completion.log_probs,
+        completion.finish_reason,
+        partial.policy_version,
+        None if last == partial.policy_version else last,
+    )
+
+
+def check_ready(*, updating: bool, complete: bool, awake: Collection[MemoryPart]) -> None:
+    """Refuse to generate without weights or memory.
+
+    Raises:
+        RolloutError: an update is running, weights are missing or the engine sleeps.
+    """
+    if updating:
+        raise RolloutError("a weight update is running; generate after end_update")
+    if not complete:
+        raise RolloutError("the rollout has no complete weights; hand over the policy's weights (sync_weights) first")
+    asleep = [part for part in MEMORY_PARTS if part not in awake]
+    if asleep:
+        raise RolloutError(f"the rollout is asleep ({', '.join(asleep)}); call wake() before generating")
+
+
+def check_request(request: GenerationRequest, *, vocab_size: int, max_model_len: int | None) -> None:
+    """Refuse a request that the model cannot serve.
+
+    Args:
+        request: to check.
+        vocab_size: the model's.
+        max_model_len: most tokens of prompt and completion; None: any number.
+
+    Raises:
+        RolloutError: an empty or too long prompt, or an unknown token.
+    """
+    context, name = request.context_ids, request.request_id
+    if not request.prompt_ids:
+        raise RolloutError(f"request {name!r} has an empty prompt; give at least one token")
+    if min(context) < 0 or max(context) >= vocab_size:
+        bad = min(context) if min(context) < 0 else max(context)
+        raise RolloutError(
+            f"request {name!r} has token id {bad}, outside of the model's vocabulary of {vocab_size}; tokenizer and "
+            "model must belong together"
+        )
+    total = len(request.prompt_ids) + request.sampling.max_tokens
+    if max_model_len is not None and total > max_model_len:
+        raise RolloutError(
+            f"request {name!r}: {len(request.prompt_ids)} prompt tokens + max_tokens={request.sampling.max_tokens} "
+            f"exceed max_model_len={max_model_len}, which is rollout's or the number of positions that the model has"
+        )
+
+
+def parts_of(parts: Iterable[MemoryPart]) -> list[MemoryPart]:
+    """The parts to wake, weights before the cache.
+
+    Raises:
+        RolloutError: an unknown part.
+    """
+    wanted = set(parts)
+    unknown = wanted - set(MEMORY_PARTS)
+    if unknown:
+        raise RolloutError(f"wake: unknown parts {sorted(unknown)}; use {', '.join(MEMORY_PARTS)}")
+    return [part for part in MEMORY_PARTS if part in wanted]
