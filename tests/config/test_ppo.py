@@ -75,10 +75,14 @@ def test_the_smallest_command_line(ppo):
             f"{ARR}.actor.fsdp_config.fsdp_size=0: must be -1 (all ranks) or a positive number of ranks",
         ),
         (
-            [f"{ARR}.actor.ulysses_sequence_parallel_size=2"],
-            f"{ARR}.actor.fsdp_config.ulysses_sequence_parallel_size=2: splitting one sequence over ranks is not in "
-            "this "
-            "version; use 1 (for long sequences: use_dynamic_bsz, gradient checkpointing)",
+            [f"{ARR}.actor.ulysses_sequence_parallel_size=3"],
+            f"{ARR}.actor.fsdp_config.ulysses_sequence_parallel_size=3: must divide trainer.nnodes * "
+            "trainer.n_gpus_per_node = 2",
+        ),
+        (
+            [f"{ARR}.actor.ulysses_sequence_parallel_size=2", f"{ARR}.model.use_remove_padding=False"],
+            f"{ARR}.actor.fsdp_config.ulysses_sequence_parallel_size=2: shares the tokens of packed rows, so it needs "
+            f"{ARR}.model.use_remove_padding=True",
         ),
         # algorithm
         (

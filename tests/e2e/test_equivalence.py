@@ -34,6 +34,14 @@ CUTS = {
         "actor_rollout_ref.actor.use_dynamic_bsz=True",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64",
     ],
+    "ray, 2 workers that share sequences, dynamic": [
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.model.use_remove_padding=True",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32",
+    ],
 }
 
 ALGORITHMS = {

@@ -82,6 +82,14 @@ def test_denominators_of_a_rank() -> None:
     assert caught(report) == {row: {"2 ranks"} for row in UPDATES}
 
 
+@pytest.mark.dist
+def test_gradients_of_shared_sequences() -> None:
+    """Nothing but ranks that share sequences can tell, and of them only the gradient."""
+    report = run_selftest(device="cpu", ranks=(2,), only=ROWS, bugs=["sequence-gradient"])
+    assert caught(report) == {row: {"2 ranks"} for row in UPDATES}
+    assert all("sequences shared" in finding.label for finding in report.failures)
+
+
 def test_patches_end_with_the_block() -> None:
     for bug in BUGS:
         with plant(bug):

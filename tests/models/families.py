@@ -97,9 +97,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_config(family: str) -> PreTrainedConfig:
-    """The tiny config of a family."""
-    settings = {**COMMON, **FAMILIES[family]}
+def make_config(family: str, **changes: Any) -> PreTrainedConfig:
+    """The tiny config of a family, with ``changes``."""
+    settings = {**COMMON, **FAMILIES[family], **changes}
     return AutoConfig.for_model(settings.pop("model_type", family), **settings)
 
 

@@ -225,7 +225,7 @@ def test_processes_are_counted_from_the_environment(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.dist
 def test_two_ranks_give_the_numbers_of_one(tiny_model_dir: str, files: tuple[str, str], tmp_path: Path) -> None:
-    def run(world: int, root: Path, steps: int) -> list[dict[str, Any]]:
+    def run(world: int, root: Path, steps: int, **changes: Any) -> list[dict[str, Any]]:
         log = root.with_suffix(".jsonl")
         words = overrides(
             tiny_model_dir,
@@ -236,6 +236,7 @@ def test_two_ranks_give_the_numbers_of_one(tiny_model_dir: str, files: tuple[str
             trainer__test_freq=1,
             trainer__n_gpus_per_node=world,
             data__micro_batch_size_per_gpu=2,
+            **changes,
         )
         command = [sys.executable, "-m", "verl.trainer.fsdp_sft_trainer"]
         if world > 1:
@@ -247,8 +248,10 @@ def test_two_ranks_give_the_numbers_of_one(tiny_model_dir: str, files: tuple[str
         return logged(log)
 
     one, two = run(1, tmp_path / "one", 3), run(2, tmp_path / "two", 3)
+    shared = run(2, tmp_path / "shared", 3, model__fsdp_config__ulysses_sequence_parallel_size=2)
     for name in ("train/loss", "val/loss", "train/grad_norm", "train/tokens"):
         assert [m[name] for m in two] == pytest.approx([m[name] for m in one], rel=2e-5), name
+        assert [m[name] for m in shared] == pytest.approx([m[name] for m in one], rel=2e-5), name
     ours, theirs = weights(tmp_path / "one" / "huggingface"), weights(tmp_path / "two" / "huggingface")
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in ours)
     # two ranks go on from their own checkpoint

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from verl.config.base import Config
@@ -16,7 +16,34 @@ def select(config: Config, path: str) -> Any:
     return value
 
 
-def sizes_per_gpu(config: Config, keys: Sequence[tuple[str, str | None]], world: int) -> Iterator[str]:
+def sequence_problems(fsdp_key: str, size: int, world: int, model_key: str, packed: bool) -> Iterator[str]:
+    """Yield the problems of ranks that share sequences.
+
+    Args:
+        fsdp_key: dotted path of the ``fsdp_config`` section, for the message.
+        size: ranks that share a sequence.
+        world: number of ranks.
+        model_key: dotted path of the ``model`` section, for the message.
+        packed: its ``use_remove_padding``.
+    """
+    if size > 1 and world % size:
+        yield (
+            f"{fsdp_key}.ulysses_sequence_parallel_size={size}: must divide trainer.nnodes * trainer.n_gpus_per_node "
+            f"= {world}"
+        )
+    if size > 1 and not packed:
+        yield (
+            f"{fsdp_key}.ulysses_sequence_parallel_size={size}: shares the tokens of packed rows, so it needs "
+            f"{model_key}.use_remove_padding=True"
+        )
+
+
+def sizes_per_gpu(
+    config: Config,
+    keys: Sequence[tuple[str, str | None]],
+    world: int,
+    sequence_size: Callable[[str], int] = lambda section: 1,
+) -> Iterator[str]:
     """Replace sizes over all ranks by ``<key>_per_gpu = size / world``; yield one sentence for each wrong one.
 
     Args:
@@ -24,12 +51,15 @@ def sizes_per_gpu(config: Config, keys: Sequence[tuple[str, str | None]], world:
         keys: (dotted path of the old key, dotted path that ``<key>_per_gpu`` inherits from or ``None``), in the order
             of inheritance.
         world: number of ranks.
+        sequence_size: dotted path of a key's section -> ranks that share a sequence there; they get the same samples.
     """
+    ranks = world
     derived: dict[str, int] = {}  # dotted path of <key>_per_gpu -> its new value
     for path, parent in keys:
         where, old = path.rsplit(".", 1)
         new = f"{old}_per_gpu"
         holder = select(config, where)
+        world = max(1, ranks // sequence_size(where))
         total, per_gpu = getattr(holder, old), getattr(holder, new)
         inherited = select(config, parent) if parent else None
         if total is None:

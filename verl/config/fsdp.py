@@ -68,7 +68,12 @@ class FSDPConfig(Config):
     )
     mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig, "Numeric types of computing and reduction.")
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig, "Which modules become one unit of sharding.")
-    ulysses_sequence_parallel_size: int = opt(1, "Ranks that share one sequence (Ulysses).", ge=1)
+    ulysses_sequence_parallel_size: int = opt(
+        1,
+        "Ranks that share the tokens of each sequence (Ulysses); divides the number of ranks and the model's attention "
+        "heads, needs use_remove_padding.",
+        ge=1,
+    )
     use_torch_compile: bool = opt(False, "Compile the model with torch.compile.")
     entropy_checkpointing: bool = opt(
         False, "Recompute logits in the backward pass instead of keeping them, as model.use_fused_kernels does."
@@ -77,8 +82,3 @@ class FSDPConfig(Config):
     def problems(self) -> Iterator[str]:
         if self.fsdp_size == 0:
             yield "fsdp_size=0: must be -1 (all ranks) or a positive number of ranks"
-        if self.ulysses_sequence_parallel_size > 1:
-            yield (
-                f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size}: splitting one sequence over "
-                "ranks is not in this version; use 1 (for long sequences: use_dynamic_bsz, gradient checkpointing)"
-            )

@@ -17,11 +17,12 @@ from verl.config.algorithm import (
     AlgorithmConfig,
 )
 from verl.config.base import Config, opt, section, suggestion
-from verl.config.batching import batch_problems, sizes_per_gpu, token_problems
+from verl.config.batching import batch_problems, sequence_problems, sizes_per_gpu, token_problems
 from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig
 from verl.config.files import missing_file, missing_model, raise_problems
 from verl.config.fsdp import FSDPConfig
+from verl.config.model import ModelConfig
 from verl.config.reward import RewardConfig, RewardModelConfig
 from verl.config.trainer import TrainerConfig
 
@@ -82,7 +83,17 @@ class PPOConfig(Config):
         correction, loss = self.algorithm.rollout_correction, self.actor_rollout_ref.actor.policy_loss
         if loss.loss_mode == "vanilla" and correction.bypass_mode and (correction.corrects or not correction.clips):
             loss.loss_mode = "bypass_mode"
-        return sizes_per_gpu(self, _OVER_ALL_RANKS, self.trainer.world_size)
+        return sizes_per_gpu(self, _OVER_ALL_RANKS, self.trainer.world_size, self._sequence_size)
+
+    def _sequence_size(self, section: str) -> int:
+        """Ranks that share the tokens of a sequence when the model of a dotted section runs."""
+        arr = self.actor_rollout_ref
+        fsdp = {
+            "actor_rollout_ref.ref": arr.ref.fsdp_config,
+            "critic": self.critic.fsdp_config,
+            "reward_model": self.reward_model.fsdp_config,
+        }.get(section, arr.actor.fsdp_config)
+        return max(1, fsdp.ulysses_sequence_parallel_size)
 
     def problems(self) -> Iterator[str]:
         yield from self._data_problems()
@@ -239,7 +250,7 @@ class PPOConfig(Config):
                 total_key="data.train_batch_size",
                 total=data.train_batch_size,
                 samples=arr.rollout.n,
-                world=world,
+                world=world // self._sequence_size("reward_model"),
             )
         reported: set[str] = set()
         for where, role in trained:
@@ -251,7 +262,7 @@ class PPOConfig(Config):
                 total_key="data.train_batch_size",
                 total=data.train_batch_size,
                 samples=arr.rollout.n,
-                world=world,
+                world=world // self._sequence_size(where),
             )
             for problem in found:
                 path = problem.split("=", 1)[0]
@@ -269,6 +280,10 @@ class PPOConfig(Config):
         if self.use_critic:
             budgets.append(("critic.ppo_max_token_len_per_gpu", critic.micro_batch().max_tokens))
             budgets.append(("critic.forward_max_token_len_per_gpu", critic.forward_micro_batch().max_tokens))
+        budgets = [
+            (key, None if budget is None else budget * self._sequence_size(key.rsplit(".", 1)[0]))
+            for key, budget in budgets
+        ]
         yield from token_problems(budgets, tokens, "data.max_prompt_length + data.max_response_length")
 
     def _device_problems(self) -> Iterator[str]:
@@ -284,15 +299,24 @@ class PPOConfig(Config):
                 f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}: must divide trainer.n_gpus_per_node "
                 f"= {trainer.n_gpus_per_node}"
             )
-        shards: list[tuple[str, FSDPConfig]] = [
-            ("actor_rollout_ref.actor", self.actor_rollout_ref.actor.fsdp_config),
-            ("actor_rollout_ref.ref", self.actor_rollout_ref.ref.fsdp_config),
+        arr = self.actor_rollout_ref
+        shards: list[tuple[str, FSDPConfig, str, ModelConfig]] = [
+            ("actor_rollout_ref.actor", arr.actor.fsdp_config, "actor_rollout_ref.model", arr.model),
+            ("actor_rollout_ref.ref", arr.ref.fsdp_config, "actor_rollout_ref.model", arr.model),
         ]
         if self.use_critic:
-            shards.append(("critic", self.critic.fsdp_config))
+            shards.append(("critic", self.critic.fsdp_config, "critic.model", self.critic.model))
         if self.reward_model.enable:
-            shards.append(("reward_model", self.reward_model.fsdp_config))
-        for where, fsdp in shards:
+            reward = self.reward_model
+            shards.append(("reward_model", reward.fsdp_config, "reward_model.model", reward.model))
+        for where, fsdp, model_key, model in shards:
+            yield from sequence_problems(
+                f"{where}.fsdp_config",
+                fsdp.ulysses_sequence_parallel_size,
+                world,
+                model_key,
+                model.use_remove_padding,
+            )
             if fsdp.fsdp_size > 0 and world % fsdp.fsdp_size and fsdp.fsdp_size < world:
                 yield (
                     f"{where}.fsdp_config.fsdp_size={fsdp.fsdp_size}: must divide trainer.nnodes * "

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.config.actor import strategy_problems
 from verl.config.base import Config, MicroBatch, opt, section
-from verl.config.batching import batch_problems, sizes_per_gpu, token_problems
+from verl.config.batching import batch_problems, sequence_problems, sizes_per_gpu, token_problems
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.data import CustomClsConfig
 from verl.config.files import missing_file, missing_model, raise_problems
@@ -114,10 +114,12 @@ class SFTConfig(Config):
 
     def derive(self) -> Iterator[str]:
         """Turn the micro-batch size over all ranks into one per rank; yield a sentence if it does not divide."""
-        return sizes_per_gpu(self, (("data.micro_batch_size", None),), self.trainer.world_size)
+        size = self.model.fsdp_config.ulysses_sequence_parallel_size
+        return sizes_per_gpu(self, (("data.micro_batch_size", None),), self.trainer.world_size, lambda section: size)
 
     def problems(self) -> Iterator[str]:
         data, world = self.data, self.trainer.world_size
+        sequence = self.model.fsdp_config.ulysses_sequence_parallel_size
         if not data.train_files:
             yield "data.train_files=[]: give the training data, data.train_files=train.parquet or a list of files"
         if not data.val_files and self.trainer.test_freq > 0:
@@ -135,11 +137,17 @@ class SFTConfig(Config):
             total_key="data.train_batch_size",
             total=data.train_batch_size,
             samples=1,
-            world=world,
+            world=world // sequence,
         )
-        yield from token_problems(
-            [("data.max_token_len_per_gpu", data.micro_batch().max_tokens)], data.max_length, "data.max_length"
-        )
+        yield from sequence_problems("model.fsdp_config", sequence, world, "model", self.model.use_remove_padding)
+        if sequence > 1 and data.pad_mode == "right":
+            yield (
+                f"model.fsdp_config.ulysses_sequence_parallel_size={sequence}: shares the tokens of packed rows, so "
+                "data.pad_mode='right' does not go with it; use pad_mode=no_padding"
+            )
+        tokens = data.micro_batch().max_tokens
+        budget = None if tokens is None else tokens * sequence
+        yield from token_problems([("data.max_token_len_per_gpu", budget)], data.max_length, "data.max_length")
         size = self.model.fsdp_config.fsdp_size
         if 0 < size < world and world % size:
             yield f"model.fsdp_config.fsdp_size={size}: must divide trainer.nnodes * trainer.n_gpus_per_node = {world}"

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from verl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from verl.models.ulysses import SequenceGroup
 
 IMPLEMENTATION = "verl_varlen"
 
@@ -117,6 +120,12 @@ class AttentionPlan:
         self.max_len = max_len
         self.causal = PackedMask(self, None)
         self.calls = 0  # attention calls made with this plan, to notice a model that does not use it
+        self.sequence: SequenceGroup | None = None
+        self.tokens = 0
+
+    def share(self, group: SequenceGroup, tokens: int) -> None:
+        """Let the ranks of ``group`` share the sequence: each brings its stretch of the ``tokens`` packed tokens."""
+        self.sequence, self.tokens = group, tokens
 
     def to(self, device: torch.device) -> AttentionPlan:
         """The same plan with its indices on ``device``."""
@@ -127,7 +136,7 @@ class AttentionPlan:
             return None if tensor is None else tensor.to(device, non_blocking=True)
 
         blocks = [Block(b.rows, b.q_len, b.k_len, b.q_start, b.k_start, move(b.q_positions)) for b in self.blocks]
-        return AttentionPlan(
+        other = AttentionPlan(
             blocks,
             move(self.q_index),
             move(self.k_index),
@@ -137,6 +146,8 @@ class AttentionPlan:
             self.cu_seqlens.to(device, non_blocking=True),
             self.max_len,
         )
+        other.sequence, other.tokens = self.sequence, self.tokens
+        return other
 
 
 class PackedMask:
@@ -264,12 +275,33 @@ def varlen_attention(
         # A model that builds its masks without Transformers' helpers: all that is left to go by is its window.
         window = kwargs.get("sliding_window")
         mask = plan.causal if window is None or plan.max_len <= window else PackedMask(plan, _window(window), window)
+    mask.plan.calls += 1
+    group = mask.plan.sequence
+    if group is None:
+        return _packed_attention(module, query, key, value, mask, dropout, scaling, special, kwargs), None
+    if special:
+        _check_shareable(module, key.shape[1], group.size, kwargs)
+    query, key, value = group.to_heads(query, key, value, mask.plan.tokens)
+    return group.to_tokens(_packed_attention(module, query, key, value, mask, dropout, scaling, special, kwargs)), None
+
+
+def _packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: PackedMask,
+    dropout: float,
+    scaling: float | None,
+    special: bool,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """(1, H, T, D) queries to (1, T, H, Dv) results, block by block."""
     plan = mask.plan
-    plan.calls += 1
     if query.is_cuda and not special and mask.function is None and dropout == 0.0:
         out = _cuda_varlen(plan, query, key, value, scaling)
         if out is not None:
-            return out, None
+            return out
 
     heads, kv_heads, v_dim = query.shape[1], key.shape[1], value.shape[-1]
     flat_q, flat_k, flat_v = (_flat(x) for x in (query, key, value))
@@ -310,7 +342,16 @@ def varlen_attention(
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if plan.q_index is not None:
         joined = _Unpad.apply(joined, plan.unpad)
-    return joined.view(1, -1, heads, v_dim), None
+    return joined.view(1, -1, heads, v_dim)
+
+
+def _check_shareable(module: nn.Module, kv_heads: int, size: int, kwargs: dict[str, Any]) -> None:
+    """The model's own attention code, which may count heads, must not notice that it has a share of them."""
+    if kwargs.get("s_aux") is not None or kv_heads % size:
+        raise ConfigError(
+            f"{type(module).__name__} runs attention of its own, which needs its {kv_heads} key heads to divide over "
+            "the ranks of a sequence and no parameters for single heads; use ulysses_sequence_parallel_size=1"
+        )
 
 
 def _special_kwargs(kwargs: dict[str, Any]) -> bool:

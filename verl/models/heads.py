@@ -147,6 +147,8 @@ class ClassifierModel(HeadModel):
         if layout.rows == 0:
             return {"scores": _anchor(self.model.score(states[:1])).expand(0).clone()}
         scores = self.model.score(states.index_select(0, layout.last_index)).float()
+        if layout.last_spread is not None:
+            scores = layout.last_spread.join(scores)
         return {"scores": scores[:, 0].clone() if scores.shape[1] == 1 else scores}
 
 

@@ -12,6 +12,7 @@ Both give the same numbers; :class:`RowLayout` hides the difference from everyth
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ from torch import Tensor
 
 from verl.errors import SchemaError
 from verl.models.attention import AttentionPlan, Block, split_into_blocks
+
+if TYPE_CHECKING:
+    from verl.models.ulysses import Spread
 
 # Sharing prompts pays when at least this part of all tokens disappears.
 _MIN_SHARED = 0.1
@@ -48,6 +52,8 @@ class RowLayout:
         response_length: R.
         tokens: number of tokens that the model computes.
         results: N.
+        spread, last_spread: with sequence parallelism, which ranks have the N results and the B last tokens; the
+            tokens, the indices and the targets are then this rank's own.
     """
 
     input_ids: Tensor
@@ -62,12 +68,14 @@ class RowLayout:
     response_length: int
     tokens: int
     results: int
+    spread: Spread | None = None
+    last_spread: Spread | None = None
 
     def to(self, device: torch.device) -> RowLayout:
         """The same layout on ``device``."""
         if device.type == "cpu":
             return self
-        moved = {
+        moved: dict[str, Any] = {
             name: getattr(self, name).to(device, non_blocking=True)
             for name in (
                 "input_ids",
@@ -79,10 +87,14 @@ class RowLayout:
                 "last_index",
             )
         }
-        return replace(self, plan=None if self.plan is None else self.plan.to(device), **moved)
+        carried = {name: getattr(self, name) for name in ("plan", "spread", "last_spread")}
+        moved |= {name: None if value is None else value.to(device) for name, value in carried.items()}
+        return replace(self, **moved)
 
     def scatter(self, values: Tensor) -> Tensor:
-        """(N,) results to (B, R), zero elsewhere; differentiable."""
+        """(N,) results, of all ranks that share the sequence, to (B, R), zero elsewhere; differentiable."""
+        if self.spread is not None:
+            values = self.spread.join(values)
         return values.new_zeros(self.rows, self.response_length).masked_scatter(self.out_mask, values)
 
     @property

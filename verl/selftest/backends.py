@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.models.loading import quiet_transformers
-from verl.selftest.cuts import Cut
+from verl.selftest.cuts import PLAIN, Cut
 from verl.selftest.model import ModelDirs
 from verl.utils.metrics import MetricSet, mmean, msum
 from verl.workers.engine.base import GlobalBatchInfo
@@ -82,8 +82,8 @@ class Backend(Protocol):
     def update(self, head: str, batch: TensorDict, loss: Any, cut: Cut) -> Step:
         """Loss, metrics and gradient of one update; parameters stay as they are."""
 
-    def gather(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The rows of all ranks, in rank order."""
+    def gather(self, fields: Mapping[str, Tensor], cut: Cut = PLAIN) -> dict[str, Tensor]:
+        """The rows of all ranks, in rank order; once where ranks share them."""
 
 
 class EngineBackend:
@@ -99,14 +99,15 @@ class EngineBackend:
         self.device = device
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self._engines: dict[tuple[str, bool], FSDPEngine] = {}
+        self._engines: dict[tuple[str, bool, int], FSDPEngine] = {}
 
-    def engine(self, head: str, packed: bool) -> FSDPEngine:
+    def engine(self, head: str, packed: bool, sequence: int = 1) -> FSDPEngine:
         """The engine of a head, built at its first use."""
-        key = head, packed
+        key = head, packed, sequence
         if key not in self._engines:
             fsdp = FSDPConfig()
             fsdp.mixed_precision.param_dtype = "float32"
+            fsdp.ulysses_sequence_parallel_size = sequence
             path = self.models.policy if head == "lm" else self.models.critic
             engine = FSDPEngine(
                 ModelConfig(path=path, use_remove_padding=packed, enable_gradient_checkpointing=False),
@@ -122,11 +123,11 @@ class EngineBackend:
     def forward(self, head: str, batch: TensorDict, cut: Cut) -> dict[str, Tensor]:
         want = POLICY_OUTPUTS if head == "lm" else frozenset({"values"})
         temperature = TEMPERATURE if head == "lm" else 1.0
-        out = self.engine(head, cut.packed).forward(batch, want, micro=cut.micro, temperature=temperature)
+        out = self.engine(head, cut.packed, cut.sequence).forward(batch, want, micro=cut.micro, temperature=temperature)
         return {name: value.cpu() for name, value in out.items()}
 
     def update(self, head: str, batch: TensorDict, loss: Any, cut: Cut) -> Step:
-        engine = self.engine(head, cut.packed)
+        engine = self.engine(head, cut.packed, cut.sequence)
         assert engine.optimizer is not None
         gradient: dict[str, Tensor] = {}
 
@@ -155,16 +156,17 @@ class EngineBackend:
         if self.world > 1:
             notes = [(0.0, None)] * self.world
             dist.all_gather_object(notes, (recorder.total, recorder.log_ratio))
+        notes = notes[:: cut.sequence]  # ranks that share sequences note the same
         ratios = [ratio for _, ratio in notes if ratio is not None]
         largest = None if not ratios else math.nan if any(map(math.isnan, ratios)) else max(ratios)
         return Step(sum(total for total, _ in notes), metrics.values_by_name(), gradient, largest)
 
-    def gather(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather(self, fields: Mapping[str, Tensor], cut: Cut = PLAIN) -> dict[str, Tensor]:
         if self.world == 1:
             return dict(fields)
         parts: list[Any] = [None] * self.world
         dist.all_gather_object(parts, dict(fields))
-        return {name: torch.cat([part[name] for part in parts]) for name in fields}
+        return {name: torch.cat([part[name] for part in parts[:: cut.sequence]]) for name in fields}
 
 
 class PlainBackend:
@@ -223,5 +225,5 @@ class PlainBackend:
         metrics.merge({"grad_norm": mmean(math.sqrt(square), 1.0), "lr": mmean(0.0, 1.0), "skipped_steps": msum(0.0)})
         return Step(recorder.total, metrics.values_by_name(), gradient, recorder.log_ratio)
 
-    def gather(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather(self, fields: Mapping[str, Tensor], cut: Cut = PLAIN) -> dict[str, Tensor]:
         return dict(fields)

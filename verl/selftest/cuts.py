@@ -30,6 +30,7 @@ class Cut:
         order: ``order[i]`` is the row that stands in place i; empty = as it is.
         garbage: stands wherever a mask is 0, in every float field; None = what the stages leave there.
         spread: rows of each data-parallel rank; empty = one process.
+        sequence: ranks that share the tokens of each sequence.
     """
 
     check: str
@@ -41,6 +42,7 @@ class Cut:
     order: tuple[int, ...] = ()
     garbage: float | None = None
     spread: tuple[int, ...] = ()
+    sequence: int = 1
 
 
 PLAIN = Cut("", "whole batch, packed")
@@ -95,12 +97,17 @@ def single_process_cuts(full: bool) -> list[Cut]:
 
 
 def rank_cuts(world: int, full: bool) -> list[Cut]:
-    """Cuts over ``world`` data-parallel ranks: even and uneven shares, a rank with a single row."""
+    """Cuts over ``world`` ranks: even and uneven shares, a rank with a single row; sequences shared by ranks."""
     even = (ROWS // world,) * world
     uneven = (ROWS - world + 1, *(1,) * (world - 1))
     check = ranks_check(world)
     cuts = [Cut(check, "uneven, 2 rows, shuffled", MicroBatching(size=2), order=_SHUFFLES[0], spread=uneven)]
+    cuts += [
+        Cut(check, "sequences shared, 3 rows, shuffled", MicroBatching(size=3), order=_SHUFFLES[1], **shared)
+        for shared in _sequence_shares(world)
+    ]
     if full:
+        cuts += [Cut(check, "sequences shared, nan", garbage=_NAN, **shared) for shared in _sequence_shares(world)]
         cuts += [
             Cut(check, "even", spread=even),
             Cut(check, "even, 1 row, nan", MicroBatching(size=1), garbage=_NAN, spread=even),
@@ -110,6 +117,14 @@ def rank_cuts(world: int, full: bool) -> list[Cut]:
             Cut(check, "a rank without tokens", order=(0, 1, 2, 3, 4, 5, 7, 6), spread=uneven),
         ]
     return cuts
+
+
+def _sequence_shares(world: int) -> list[dict[str, Any]]:
+    """All ranks share every sequence; with four also two data-parallel groups of two, uneven and with a tail."""
+    shares: list[dict[str, Any]] = [{"sequence": world, "spread": (ROWS,)}]
+    if world > 2:
+        shares.append({"sequence": world // 2, "spread": (ROWS - 1, 1)})
+    return shares
 
 
 def ranks_check(world: int) -> str:

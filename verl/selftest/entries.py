@@ -237,7 +237,7 @@ def run(entry: Entry, backend: Backend, batch: Mapping[str, Any], cut: Cut = PLA
     outcome = Outcome()
     if entry.on_policy:
         made = backend.forward(head, tensors_of(_share(whole, backend, cut)), cut)["log_probs"]
-        whole["old_log_probs"] = backend.gather({"old_log_probs": made})["old_log_probs"]
+        whole["old_log_probs"] = backend.gather({"old_log_probs": made}, cut)["old_log_probs"]
         outcome.fields["advantages"] = undo(whole["advantages"], cut)
     whole = {**whole, **_prepared(loss, whole)}
     _update(outcome, backend, head, _share(whole, backend, cut), loss, cut)
@@ -252,14 +252,14 @@ def _run_estimator(entry: Entry, backend: Backend, whole: Fields, cut: Cut) -> O
     made = {"old_log_probs": out["log_probs"], "entropys": out["entropys"]}
     if "values" in estimator_fields(entry.name):
         made["values"] = backend.forward("value", tensors, cut)["values"]
-    everyone = {**whole, **backend.gather(made)}
+    everyone = {**whole, **backend.gather(made, cut)}
     if cut.garbage is not None:
         everyone = soil(everyone, cut.garbage)
     config = AlgorithmConfig(adv_estimator=entry.name, gamma=0.99, lam=0.95)
     _set(config, entry.settings)
     results = estimate(config, everyone)
     outcome = Outcome(fields={name: undo(value, cut) for name, value in results.items()})
-    outcome.fields |= {name: undo(backend.gather({name: value})[name], cut) for name, value in made.items()}
+    outcome.fields |= {name: undo(backend.gather({name: value}, cut)[name], cut) for name, value in made.items()}
     trained = {**everyone, **results}
     trained.pop("rollout_is_weights", None)  # they would scale the loss, which is to tell of the advantages alone
     _update(outcome, backend, "lm", _share(trained, backend, cut), actor_loss(ActorConfig()), cut)
@@ -299,8 +299,9 @@ def _share(whole: Mapping[str, Any], backend: Backend, cut: Cut) -> Fields:
     """The rows of this rank."""
     if not cut.spread:
         return dict(whole)
-    first = sum(cut.spread[: backend.rank])
-    return {name: value[first : first + cut.spread[backend.rank]] for name, value in whole.items()}
+    dp_rank = backend.rank // cut.sequence
+    first = sum(cut.spread[:dp_rank])
+    return {name: value[first : first + cut.spread[dp_rank]] for name, value in whole.items()}
 
 
 def tensors_of(fields: Mapping[str, Any]) -> TensorDict:

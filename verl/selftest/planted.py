@@ -18,6 +18,7 @@ from torch import Tensor
 
 from verl.algorithms import aggregate
 from verl.errors import ConfigError
+from verl.models import ulysses
 from verl.utils.metrics import Metric, MetricSet
 from verl.workers import losses
 from verl.workers.engine import fsdp
@@ -162,6 +163,17 @@ def _row_order(stack: ExitStack) -> None:
     stack.enter_context(mock.patch.object(fsdp, "join_rows", join))
 
 
+def _sequence_gradient(stack: ExitStack) -> None:
+    """Ranks that share sequences are averaged as if each had computed the whole gradient."""
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        part, *rest = real(ctx, grad)
+        return part / ctx.group.size, *rest
+
+    real = ulysses.JoinResults.backward
+    stack.enter_context(mock.patch.object(ulysses.JoinResults, "backward", staticmethod(backward)))
+
+
 #: name -> what installs it on an ExitStack; the docstrings say what is wrong
 BUGS: dict[str, Callable[[ExitStack], None]] = {
     "local-denominators": _local_denominators,
@@ -173,4 +185,5 @@ BUGS: dict[str, Callable[[ExitStack], None]] = {
     "training-temperature": _training_temperature,
     "no-temperature": _no_temperature_at_all,
     "row-order": _row_order,
+    "sequence-gradient": _sequence_gradient,
 }

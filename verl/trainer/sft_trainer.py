@@ -103,7 +103,8 @@ class SFTTrainer:
             name if name.startswith("train/") else f"train/{name}": value
             for name, value in result.values_by_name().items()
         }
-        metrics["train/tokens"] = all_reduce_numbers([float(batch["attention_mask"].sum())])[0]
+        tokens = all_reduce_numbers([float(batch["attention_mask"].sum())])[0]
+        metrics["train/tokens"] = tokens / self.engine.layout.sp_size  # which all count the same rows
         return metrics
 
     def validate(self) -> float:
@@ -203,6 +204,7 @@ def build_trainer(config: SFTConfig) -> SFTTrainer:
     data = config.data
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.trust_remote_code)
     padded = data.pad_mode == "right"
+    sequence = config.model.fsdp_config.ulysses_sequence_parallel_size
     collate = SFTCollator(tokenizer.pad_token_id, data.max_length if padded else None)
     seed = derive_seed(config.trainer.seed, "data") if data.seed is None else data.seed
 
@@ -215,8 +217,8 @@ def build_trainer(config: SFTConfig) -> SFTTrainer:
             seed=seed,
             drop_last=train,
             collate=collate,
-            rank=rank,
-            world_size=world,
+            rank=rank // sequence,  # ranks that share sequences read the same rows
+            world_size=world // sequence,
         )
 
     train_loader = loader(data.train_files, data.train_max_samples, train=True)

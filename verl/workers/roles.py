@@ -151,7 +151,7 @@ class RoleWorker(Worker):
         logger.debug("%s: %d updates in %.2f s", prefix, len(updates), seconds)
         if engine.flops is not None:
             flops = epochs * engine.flops.train(batch["attention_mask"].sum(-1).tolist())
-            mfu = model_flops_utilization(flops, seconds, 1, device_name(self.device))
+            mfu = model_flops_utilization(flops, seconds, engine.layout.sp_size, device_name(self.device))
             if mfu is not None:
                 metrics[f"perf/mfu/{prefix}"] = mmean(mfu, 1.0)
         return metrics.merge(self.memory_metrics(engine))
@@ -198,7 +198,8 @@ class ActorRolloutRefWorker(RoleWorker):
             self.weight_sync = WeightSync(
                 self.actor, self.rollout, bucket_bytes=config.rollout.update_weights_bucket_megabytes << 20
             )
-            self.join_mesh("rollout", self.actor)
+            # ranks that share sequences in training generate rows of their own
+            self._register_dispatch_collect_info("rollout", dp_rank=self.actor.layout.rank, is_collect=True)
         if "ref" in self.parts:
             self.ref = self.make_engine(config.model, config.ref.fsdp_config, None, head="lm")
             self.ref.build()

@@ -363,8 +363,6 @@ def test_dropout_switches_prompt_sharing_off(tiny_model_dir: str) -> None:
 
 
 def test_options_that_do_not_exist_are_refused(tiny_model_dir: str) -> None:
-    with pytest.raises(ConfigError, match="sequence parallelism"):
-        make_engine(tiny_model_dir, fsdp={"ulysses_sequence_parallel_size": 2})
     with pytest.raises(ConfigError, match="unknown head 'policy'"):
         make_engine(tiny_model_dir, head="policy")
     with pytest.raises(ConfigError, match="NoSuchLayer"):

@@ -45,7 +45,8 @@ class MicroBatching:
 
     Attributes:
         size: rows per micro-batch.
-        max_tokens: tokens per micro-batch, padding not counted; rows are regrouped so that micro-batches are even.
+        max_tokens: tokens per micro-batch and rank, padding not counted; rows are regrouped so that micro-batches are
+            even. Ranks that share sequences hold their sum together.
     """
 
     size: int | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from verl.models.loading import (
     supports_packing,
 )
 from verl.models.packing import RowLayout, build_layout
+from verl.models.ulysses import SequenceGroup, check_model, split_sequence
 from verl.utils.device import device_memory_stats, empty_cache, get_torch_device
 from verl.utils.distributed import get_rank, get_world_size, init_process_group
 from verl.utils.flops import FlopsCounter
@@ -39,6 +41,7 @@ from verl.workers.engine.sharding import (
     decoder_layers,
     local_part,
     make_mesh,
+    make_sequence_mesh,
     shard_model,
     whole_tensor,
 )
@@ -54,6 +57,9 @@ _TRAINED = frozenset({"model", "optimizer", "extra"})
 
 class FSDPEngine(TrainEngine):
     """One model, sharded with ``fully_shard``; on one rank without mixed precision a plain module.
+
+    With ``ulysses_sequence_parallel_size`` N, each N neighbouring ranks get the same rows and share their tokens;
+    parameters are sharded over all ranks as before.
 
     Args:
         model_config: which model and how to run it.
@@ -78,11 +84,6 @@ class FSDPEngine(TrainEngine):
     ) -> None:
         if head not in HEADS:
             raise ConfigError(f"unknown head {head!r}; use one of {', '.join(HEADS)}")
-        if fsdp_config.ulysses_sequence_parallel_size != 1:
-            raise ConfigError(
-                f"fsdp_config.ulysses_sequence_parallel_size={fsdp_config.ulysses_sequence_parallel_size}: sequence "
-                "parallelism is not available in this engine; use 1"
-            )
         self.model_config = model_config
         self.fsdp_config = fsdp_config
         self.optim_config = optim_config
@@ -104,8 +105,7 @@ class FSDPEngine(TrainEngine):
             self.device = init_process_group(self._device_kind())
         else:
             self.device = get_torch_device(self._device_kind())
-        rank = get_rank() if world > 1 else 0
-        self.layout = ParallelLayout(rank=rank, world_size=world, dp_rank=rank, dp_size=world)
+        self._place_rank(get_rank() if world > 1 else 0, world)
         self.precision = Precision.of(self.fsdp_config, self.device, trained=self.optim_config is not None)
 
         config = load_hf_config(self.model_config)
@@ -113,6 +113,8 @@ class FSDPEngine(TrainEngine):
         self.packed = bool(self.model_config.use_remove_padding) and supports_packing(config)
         if self.model_config.use_remove_padding and not self.packed:
             logger.warning("%s cannot run without padding; rows are padded instead", type(config).__name__)
+        if self._sequence is not None:
+            check_model(config, self._sequence.size, packed=self.packed)
         self.share_prompts = not has_dropout(config)
         hf_model = _LOADERS[self.head](self.model_config, dtype=self.precision.master, hf_config=config)
         if self.optim_config is None:
@@ -146,6 +148,27 @@ class FSDPEngine(TrainEngine):
             self.schedule = LRSchedule(self.optim_config)
         self.module.eval()
         self._park("model")
+
+    def _place_rank(self, rank: int, world: int) -> None:
+        """Make the groups of ranks that share sequences, and of those that see different rows."""
+        size = self.fsdp_config.ulysses_sequence_parallel_size
+        self._sequence: SequenceGroup | None = None
+        self._dp_group: dist.ProcessGroup | None = None  # all ranks
+        if size > 1:
+            init_process_group(self._device_kind())
+            mesh = make_sequence_mesh(self.device, size)
+            self._sequence = SequenceGroup(mesh["sp"].get_group(), mesh["sp"].get_local_rank(), size)
+            self._dp_group = mesh["dp"].get_group()
+        sp_rank = rank % size
+        self.layout = ParallelLayout(
+            rank=rank,
+            world_size=world,
+            dp_rank=rank // size,
+            dp_size=world // size,
+            sp_rank=sp_rank,
+            sp_size=size,
+            is_output_rank=sp_rank == 0,
+        )
 
     def _device_kind(self) -> str:
         return torch.device(self._device_name).type if self._device_name != "auto" else "auto"
@@ -214,7 +237,7 @@ class FSDPEngine(TrainEngine):
             self.optimizer.zero_grad(set_to_none=True)
             self.step += 1
             self.lr_step += int(advance_lr)
-        metrics = reduce_metrics(pieces, dp_size=self.layout.dp_size)
+        metrics = reduce_metrics(pieces, dp_size=self.layout.dp_size, group=self._dp_group)
         # Added after the reduction: they are the same on every rank and must count once.
         metrics["grad_norm"] = mmean(norm, 1.0)
         metrics["lr"] = mmean(lr, 1.0)
@@ -239,7 +262,9 @@ class FSDPEngine(TrainEngine):
 
     def _plan(self, batch: TensorDict, micro: MicroBatching) -> BatchPlan:
         share = self.packed and self.share_prompts
-        return plan_batch(batch, micro, share_prompts=share, dp_size=self.layout.dp_size)
+        if micro.max_tokens is not None:  # which counts for one rank
+            micro = replace(micro, max_tokens=micro.max_tokens * self.layout.sp_size)
+        return plan_batch(batch, micro, share_prompts=share, dp_size=self.layout.dp_size, group=self._dp_group)
 
     def _layout(self, rows: TensorDict) -> RowLayout:
         layout = build_layout(
@@ -250,6 +275,8 @@ class FSDPEngine(TrainEngine):
             packed=self.packed,
             share_prompts=self.share_prompts,
         )
+        if self._sequence is not None:
+            layout = split_sequence(layout, self._sequence)
         return layout.to(self.device)
 
     def _saved_activations(self) -> AbstractContextManager[Any]:

@@ -68,6 +68,20 @@ def make_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
     return init_device_mesh(device.type, (world // fsdp_size, fsdp_size), mesh_dim_names=("ddp", "fsdp"))
 
 
+def make_sequence_mesh(device: torch.device, size: int) -> DeviceMesh:
+    """All ranks as data-parallel groups of ``size`` neighbours that share sequences: dimensions ``dp`` and ``sp``.
+
+    Raises:
+        ConfigError: the world does not divide.
+    """
+    world = dist.get_world_size()
+    if world % size:
+        raise ConfigError(
+            f"fsdp_config.ulysses_sequence_parallel_size={size} does not divide the {world} ranks; use a divisor"
+        )
+    return init_device_mesh(device.type, (world // size, size), mesh_dim_names=("dp", "sp"))
+
+
 def decoder_layers(model: PreTrainedModel, class_names: list[str]) -> list[nn.Module]:
     """The modules that become one unit of sharding each.
 
