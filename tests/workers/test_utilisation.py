@@ -23,9 +23,11 @@ def run(monkeypatch: pytest.MonkeyPatch, device: str, epochs: int) -> MetricSet:
     monkeypatch.setattr(roles, "device_name", lambda _: device)
     engine: Any = SimpleNamespace(
         flops=FlopsCounter(per_token=1e12, attention=0.0),
-        train_batch=lambda *_, **__: MetricSet(pg_loss=msum(1.0)),
+        train_batch=lambda *_, **__: MetricSet(
+            pg_loss=msum(1.0), lr=msum(1.0), grad_norm=msum(1.0), skipped_steps=msum(0.0)
+        ),
     )
-    worker: Any = SimpleNamespace(device="cpu", memory_metrics=lambda _: MetricSet())
+    worker: Any = SimpleNamespace(device="cpu", updates=0, memory_metrics=lambda _: MetricSet())
     batch = TensorDict({"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])}, batch_size=2)
     return RoleWorker.run_update(
         worker,

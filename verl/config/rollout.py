@@ -128,6 +128,12 @@ class RolloutConfig(Config):
     update_weights_bucket_megabytes: int = opt(
         512, "Largest piece in which weights that cannot be shared are handed to the rollout engine, in MB.", ge=1
     )
+    on_unchanged_weights: str = opt(
+        "error",
+        "When an optimizer step changed none of the weights that the rollout gets: error, warn, or ignore = do not "
+        "look (looking reads every weight once).",
+        choices=("error", "warn", "ignore"),
+    )
     log_prob_micro_batch_size_per_gpu: int | None = opt(
         None,
         "Samples per rank in one forward pass for the old log-probabilities; not given = all at once.",

@@ -46,7 +46,7 @@ from verl.workers.engine.base import MicroBatching, TrainEngine
 from verl.workers.losses import actor_loss, critic_loss, implicit_reward_model_loss
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.batch import batch_from_completions, requests_from_batch
-from verl.workers.sharding_manager import WeightSync
+from verl.workers.sharding_manager import make_sharding_manager
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ class RoleWorker(Worker):
         transformers.utils.logging.disable_progress_bar()
         self.device = device
         self.seed = seed
+        self.updates = 0  # optimizer steps that must have changed weights
         init_process_group(device, timeout_s)
         # the same seed on every rank: a fresh value head must start alike everywhere
         set_seed(derive_seed(seed, "worker"))
@@ -143,6 +144,7 @@ class RoleWorker(Worker):
                 temperature=temperature,
                 advance_lr=index == len(updates) - 1,
             )
+            self.updates += _changes_weights(step)
             for name, metric in step.items():
                 full = name if "/" in name else f"{prefix}/{name}"
                 as_mean = metric if metric.reduction in ("min", "max") else mmean(metric.value, 1.0)
@@ -155,6 +157,15 @@ class RoleWorker(Worker):
             if mfu is not None:
                 metrics[f"perf/mfu/{prefix}"] = mmean(mfu, 1.0)
         return metrics.merge(self.memory_metrics(engine))
+
+
+def _changes_weights(step: MetricSet) -> bool:
+    """Whether an optimizer step must have changed weights: it was taken, with a learning rate and a gradient.
+
+    Args:
+        step: what ``TrainEngine.train_batch`` returned.
+    """
+    return step["skipped_steps"].value == 0 and step["lr"].value > 0 and step["grad_norm"].value > 0
 
 
 class ActorRolloutRefWorker(RoleWorker):
@@ -195,9 +206,15 @@ class ActorRolloutRefWorker(RoleWorker):
         if "rollout" in self.parts:
             assert self.actor is not None
             self.rollout = get_rollout_class(config.rollout.name)(config.model, config.rollout, device=self.device)
-            self.weight_sync = WeightSync(
-                self.actor, self.rollout, bucket_bytes=config.rollout.update_weights_bucket_megabytes << 20
+            self.sharding_manager = make_sharding_manager(
+                config.actor.strategy,
+                config.rollout.name,
+                self.actor,
+                self.rollout,
+                bucket_bytes=config.rollout.update_weights_bucket_megabytes << 20,
+                on_unchanged=config.rollout.on_unchanged_weights,
             )
+            self.updates_handed_over = 0
             # ranks that share sequences in training generate rows of their own
             self._register_dispatch_collect_info("rollout", dp_rank=self.actor.layout.rank, is_collect=True)
         if "ref" in self.parts:
@@ -284,8 +301,10 @@ class ActorRolloutRefWorker(RoleWorker):
     def sync_weights(self, version: int) -> dict[str, float]:
         """Hand the actor's weights to the rollout as policy ``version``; returns the transfer's metrics."""
         assert self.actor is not None
+        stepped = self.updates > self.updates_handed_over
+        self.updates_handed_over = self.updates
         with self.actor.resident(optimizer=False):
-            return self.weight_sync.sync(version)
+            return self.sharding_manager.sync(version, stepped=stepped)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:

@@ -73,6 +73,9 @@ GLOSSARY: dict[str, str] = {
     "weight_sync/version": "Version of the weights that the rollout has: the step that made them.",
     "weight_sync/seconds": "Wall time of the weight hand-over.",
     "weight_sync/{copied|shared}_mb": "Weights in the rollout's own copy, and weights that it reads in place, in MiB.",
+    "weight_sync/changed_tensors": (
+        "Weights that differ from those handed over before (rollout.on_unchanged_weights)."
+    ),
     "weight_sync/buckets": "Pieces in which weights were handed over.",
     # run
     "training/{global_step|epoch}": "Where the training stands.",

@@ -72,13 +72,16 @@ class SyncReport:
 
     def metrics(self) -> dict[str, float]:
         """The report's numbers under the names of the metrics glossary."""
-        return {
+        metrics = {
             "weight_sync/version": float(self.version),
             "weight_sync/seconds": self.seconds,
             "weight_sync/copied_mb": self.bytes_copied / 2**20,
             "weight_sync/shared_mb": self.bytes_shared / 2**20,
             "weight_sync/buckets": float(self.buckets),
         }
+        if self.changed is not None:
+            metrics["weight_sync/changed_tensors"] = float(self.changed)
+        return metrics
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from typing import Protocol
 from verl.errors import ConfigError
 from verl.utils.registry import Registry
 from verl.workers.sharding_manager.base import WeightSink, WeightSource
-from verl.workers.sharding_manager.fingerprint import OnUnchanged
 from verl.workers.sharding_manager.sync import WeightSync
 
 
@@ -23,7 +22,7 @@ class MakeShardingManager(Protocol):
     """Joins two engines; an entry of :data:`SHARDING_MANAGERS`."""
 
     def __call__(
-        self, source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on_unchanged: OnUnchanged
+        self, source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on_unchanged: str
     ) -> ShardingManager: ...
 
 
@@ -34,15 +33,13 @@ _BACKENDS = {"fsdp": "fsdp", "fsdp2": "fsdp"}
 
 
 @SHARDING_MANAGERS.register("fsdp/hf")
-def fsdp_hf(source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on_unchanged: OnUnchanged) -> ShardingManager:
+def fsdp_hf(source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on_unchanged: str) -> ShardingManager:
     """Every rank generates with the whole model: aliases on one rank, whole tensors in buckets on several."""
     return WeightSync(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
 
 
 @SHARDING_MANAGERS.register("fsdp/vllm")
-def fsdp_vllm(
-    source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on_unchanged: OnUnchanged
-) -> ShardingManager:
+def fsdp_vllm(source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on_unchanged: str) -> ShardingManager:
     """vLLM's loaders write into its own, fused and split parameters: straight from the training engine's where one
     rank holds them whole, from whole tensors in buckets on several ranks, of which each keeps its part."""
     return WeightSync(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
@@ -55,7 +52,7 @@ def make_sharding_manager(
     sink: WeightSink,
     *,
     bucket_bytes: int = 512 << 20,
-    on_unchanged: OnUnchanged = "ignore",
+    on_unchanged: str = "ignore",
 ) -> ShardingManager:
     """Join a training engine and a rollout engine of one worker.
 

@@ -15,7 +15,7 @@ from verl.errors import WeightSyncError
 from verl.workers.rollout.base import run_blocking
 from verl.workers.sharding_manager.base import SendReport, SyncReport, WeightSink, WeightSource
 from verl.workers.sharding_manager.colocated import ColocatedTransport
-from verl.workers.sharding_manager.fingerprint import ChangeDetector, OnUnchanged
+from verl.workers.sharding_manager.fingerprint import ChangeDetector
 from verl.workers.sharding_manager.transport import Transport, Weights
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class WeightSync:
         sink: WeightSink,
         *,
         bucket_bytes: int = 512 << 20,
-        on_unchanged: OnUnchanged = "ignore",
+        on_unchanged: str = "ignore",
     ) -> None:
         if bucket_bytes < 1:
             raise WeightSyncError(f"bucket_bytes={bucket_bytes}: a bucket needs a positive size")
@@ -109,9 +109,7 @@ class WeightSender:
         on_unchanged: as in :class:`WeightSync`.
     """
 
-    def __init__(
-        self, source: WeightSource, transport: Transport | None, *, on_unchanged: OnUnchanged = "ignore"
-    ) -> None:
+    def __init__(self, source: WeightSource, transport: Transport | None, *, on_unchanged: str = "ignore") -> None:
         self.source = source
         self.transport = transport
         self.changes = ChangeDetector(on_unchanged)
