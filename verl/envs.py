@@ -62,6 +62,13 @@ def _parse_int(text: str) -> int:
         raise ValueError("use an integer") from None
 
 
+def _parse_time(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("use seconds since 1970") from None
+
+
 def _parse_path(text: str) -> str | None:
     return text or None
 
@@ -99,6 +106,27 @@ _TABLE = (
         "Let dispatch pad a batch that does not divide over the ranks with copies of rows, which collect removes; "
         "0 makes such a batch an error.",
         _parse_bool,
+    ),
+    EnvVar(
+        "SLURM_JOB_END_TIME",
+        "float",
+        None,
+        "When the batch system will end the job, in seconds since 1970; the run saves and ends before.",
+        _parse_time,
+    ),
+    EnvVar(
+        "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+        "float",
+        None,
+        "When the rented machine will be taken back, in seconds since 1970; the run saves and ends before.",
+        _parse_time,
+    ),
+    EnvVar(
+        "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+        "float",
+        None,
+        "The same, as SageMaker calls it.",
+        _parse_time,
     ),
 )
 

@@ -154,7 +154,8 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     with manager.staging(5) as path:
         (path / "actor").mkdir()
         (path / "actor" / "new").write_text("x")
-    assert sorted(p.name for p in (tmp_path / "global_step_5").rglob("*")) == ["actor", "complete.json", "new"]
+    names = sorted(p.name for p in (tmp_path / "global_step_5").rglob("*"))
+    assert names == ["actor", "checksums.sha256", "complete.json", "new"]
     assert visible(tmp_path) == ["global_step_5", "latest_checkpointed_iteration.txt"]
 
 
@@ -243,10 +244,10 @@ def test_a_pointer_that_leads_nowhere_falls_back_to_the_newest_complete_one(
 
 def test_traces_of_checkpoints_without_a_complete_one_are_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:
     (tmp_path / "global_step_4").mkdir()
-    with pytest.raises(CheckpointError, match=r"none of the checkpoints .* is complete .*resume_mode=disable"):
+    with pytest.raises(CheckpointError, match=r"incomplete: it has no readable .*resume_mode=disable"):
         CheckpointManager(tmp_path).find()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
-    with pytest.raises(CheckpointError, match=r"names step 4, but .* is incomplete"):
+    with pytest.raises(CheckpointError, match=r"global_step_4' is incomplete"):
         CheckpointManager(tmp_path).find()
 
 
@@ -274,6 +275,60 @@ def test_a_checkpoint_that_lost_a_part_is_incomplete(tmp_path: Path) -> None:
     (tmp_path / "global_step_1" / "critic").rename(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="it lacks critic"):
         manager.find("resume_path", tmp_path / "global_step_1")
+
+
+# ---------------------------------------------------------------------- checksums
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2, 3):
+        save(manager, step)
+    flip_a_bit(tmp_path / "global_step_3" / "actor" / "weights.bin")
+    (tmp_path / "global_step_2" / "critic" / "weights.bin").unlink()
+    with caplog.at_level(logging.WARNING):
+        assert CheckpointManager(tmp_path).find() == tmp_path / "global_step_1"
+    assert "actor/weights.bin has changed" in caplog.text
+    assert "critic/weights.bin is missing" in caplog.text
+    with pytest.raises(CheckpointError, match=r"damaged.*actor/weights\.bin has changed; choose another one"):
+        manager.find("resume_path", tmp_path / "global_step_3")
+    assert CheckpointManager(tmp_path, verify=False).find() == tmp_path / "global_step_3"
+
+
+def test_sha256sum_reads_the_checksums(tmp_path: Path) -> None:
+    save(CheckpointManager(tmp_path), 1)
+    command = ["sha256sum", "--check", "--quiet", "checksums.sha256"]
+    assert subprocess.run(command, cwd=tmp_path / "global_step_1", timeout=60).returncode == 0
+    flip_a_bit(tmp_path / "global_step_1" / "data.pt")
+    assert subprocess.run(command, cwd=tmp_path / "global_step_1", timeout=60, capture_output=True).returncode == 1
+
+
+# ---------------------------------------------------------------------- the best
+
+
+@pytest.mark.parametrize(("mode", "best"), [("max", 20), ("min", 10)])
+def test_the_best_stays_beside_the_newest(tmp_path: Path, mode: str, best: int) -> None:
+    manager = CheckpointManager(tmp_path, max_ckpt_to_keep=1, best_mode=mode)
+    for step, score in ((10, 0.1), (20, 0.9), (30, 0.9), (40, 0.5), (50, None)):
+        with manager.staging(step, info={} if score is None else {"score": score}) as path:
+            (path / "actor").mkdir()
+    assert manager.steps() == [best, 50]
+    assert manager.best_step() == best
+    assert CheckpointManager(tmp_path).latest_step() == 50
+
+
+def test_limits_of_parts_spare_the_best(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, max_actor_ckpt_to_keep=1, max_best_ckpt_to_keep=2)
+    for step, score in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 0.0)):
+        with manager.staging(step, info={"score": score}) as path:
+            (path / "actor").mkdir()
+    assert manager.steps() == [1, 3, 4]
 
 
 def test_step_of_reads_the_step_from_the_name() -> None:

@@ -190,6 +190,7 @@ def test_hosted_trackers_get_names_config_and_numbers(name: str, monkeypatch: py
 
 def test_mlflow_gets_flat_parameters_and_names_it_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
     package = Recorder("mlflow")
+    package.info = types.SimpleNamespace(run_id="r1")
     monkeypatch.setitem(sys.modules, "mlflow", package)
     tracking = Tracking("proj", "exp", ["mlflow"], config=CONFIG)
     tracking.log({"val-core/x/acc/mean@8": 0.5}, step=3)
@@ -201,6 +202,21 @@ def test_mlflow_gets_flat_parameters_and_names_it_accepts(monkeypatch: pytest.Mo
         ("log_metrics", ({"val-core/x/acc/mean_at_8": 0.5},), {"step": 3}),
         ("end_run", (), {}),
     ]
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab", "mlflow"])
+def test_a_continued_run_goes_on_under_its_id(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = Recorder(name)
+    package.info = types.SimpleNamespace(run_id="r1")
+    monkeypatch.setitem(sys.modules, name, package)
+    ids = Tracking("proj", "exp", [name], config=CONFIG).state_dict()
+    assert list(ids) == [name]
+    package.calls.clear()
+    again = Tracking("proj", "exp", [name], config=CONFIG, run_ids=ids)
+    starts = [kwargs for call, _, kwargs in package.calls if call in ("init", "start_run")]
+    assert ids[name] in (starts[0].get("id"), starts[0].get("run_id"))
+    assert again.state_dict() == ids
+    assert "log_params" not in [call for call, _, _ in package.calls]  # MLflow refuses to change them
 
 
 def test_tracking_does_not_import_torch() -> None:

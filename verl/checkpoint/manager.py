@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.checkpoint.checksums import verify_checksums, write_checksums
 from verl.errors import CheckpointError, ConfigError
 from verl.utils.fs import (
     atomic_write_text,
@@ -66,7 +67,7 @@ class StagedCheckpoint:
         """Make the checkpoint the latest one and apply the keep limits.
 
         Args:
-            info: extra JSON values for the marker file.
+            info: extra JSON values for the marker file; ``score`` is the number that retention compares.
 
         Returns:
             The final directory.
@@ -94,6 +95,9 @@ class CheckpointManager:
         max_actor_ckpt_to_keep: how many newest ``actor`` directories stay; None keeps all.
         max_critic_ckpt_to_keep: the same for ``critic`` and for a ``reward_model`` that is trained.
         max_ckpt_to_keep: how many newest step directories stay as a whole; None keeps all.
+        max_best_ckpt_to_keep: how many of those with the best score stay besides the newest.
+        best_mode: ``"max"`` or ``"min"``: which score is better.
+        verify: compare the files of a checkpoint with its checksums before it is used.
 
     Raises:
         CheckpointError: the root cannot be written.
@@ -107,7 +111,14 @@ class CheckpointManager:
         max_actor_ckpt_to_keep: int | None = None,
         max_critic_ckpt_to_keep: int | None = None,
         max_ckpt_to_keep: int | None = None,
+        max_best_ckpt_to_keep: int = 1,
+        best_mode: str = "max",
+        verify: bool = True,
     ) -> None:
+        self.best_limit = max_best_ckpt_to_keep
+        self.best_sign = 1.0 if best_mode == "max" else -1.0
+        self.verify = verify
+        self._verified: set[Path] = set()
         self.part_limits = {
             "actor": max_actor_ckpt_to_keep,
             "critic": max_critic_ckpt_to_keep,
@@ -132,6 +143,9 @@ class CheckpointManager:
             max_actor_ckpt_to_keep=getattr(config, "max_actor_ckpt_to_keep", None),
             max_critic_ckpt_to_keep=getattr(config, "max_critic_ckpt_to_keep", None),
             max_ckpt_to_keep=config.max_ckpt_to_keep,
+            max_best_ckpt_to_keep=config.max_best_ckpt_to_keep,
+            best_mode=config.best_ckpt_mode,
+            verify=config.verify_checkpoint,
         )
 
     # ------------------------------------------------------------------ saving
@@ -188,6 +202,7 @@ class CheckpointManager:
         try:
             parts = sorted(entry.name for entry in staged.path.iterdir() if entry.is_dir())
             marker = {**info, "step": staged.step, "parts": parts}
+            write_checksums(staged.path, leave_out=[MARKER_FILE])
             (staged.path / MARKER_FILE).write_text(json.dumps(marker, indent=2, sort_keys=True) + "\n", "utf-8")
             fsync_tree(staged.path)
             replaced = None
@@ -205,6 +220,7 @@ class CheckpointManager:
         except OSError as error:
             shutil.rmtree(staged.path, ignore_errors=True)
             raise write_error(error, self.root, _KEY) from error
+        self._verified.discard(final)
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
         self._apply_limits(staged.step)
@@ -241,7 +257,7 @@ class CheckpointManager:
         """The checkpoint to start from.
 
         Args:
-            resume_mode: ``"auto"``: the latest complete one below the root, if any; ``"disable"``: none;
+            resume_mode: ``"auto"``: the latest complete and undamaged one below the root, if any; ``"disable"``: none;
                 ``"resume_path"``: the one given.
             resume_from_path: a ``global_step_N`` directory, for ``"resume_path"``.
 
@@ -250,8 +266,8 @@ class CheckpointManager:
 
         Raises:
             ConfigError: an unknown mode, or ``resume_path`` without a path.
-            CheckpointError: the given path is missing, no step directory, or incomplete; or, with ``"auto"``, there
-                are traces of checkpoints and none of them is complete.
+            CheckpointError: the given path is missing, no step directory, incomplete or damaged; or, with ``"auto"``,
+                there are traces of checkpoints and none of them can be used.
         """
         if resume_mode == "disable":
             return None
@@ -259,32 +275,42 @@ class CheckpointManager:
             return self._given(resume_from_path)
         if resume_mode != "auto":
             raise ConfigError(f"trainer.resume_mode={resume_mode!r}; use one of {', '.join(RESUME_MODES)}")
-        pointed, problem = None, ""
+        pointed, problems = None, []
         try:
             pointed = self.latest_step()
         except CheckpointError as error:
-            problem = str(error)
-        if pointed is not None:
-            path = self.step_dir(pointed)
-            if is_complete(path):
-                return path
-            problem = f"the pointer file names step {pointed}, but {str(path)!r} " + (
-                "is incomplete" if path.exists() else "does not exist"
+            problems.append(str(error))
+        present = self._all_steps()
+        if pointed is not None and pointed not in present:
+            problems.append(
+                f"the pointer file names step {pointed}, but {str(self.step_dir(pointed))!r} does not exist"
             )
-        complete = self.steps()
-        if complete:
-            path = self.step_dir(complete[-1])
-            logger.warning("%s%s resuming from %s", problem, ";" if problem else "no pointer file;", path)
+        # the one that the pointer names, those before it, and last the later ones, of an abandoned branch
+        for step in sorted(present, key=lambda s: (s == pointed, pointed is None or s < pointed, s), reverse=True):
+            path = self.step_dir(step)
+            try:
+                self._check(path)
+            except CheckpointError as error:
+                problems.append(str(error))
+                continue
+            if step != pointed:
+                logger.warning("%s; resuming from %s", "; ".join(problems) or "no pointer file", path)
             return path
-        damaged = self._all_steps()
-        if not problem and damaged:
-            problem = f"none of the checkpoints in {str(self.root)!r} is complete (steps {damaged})"
-        if problem:
+        if problems:
             raise CheckpointError(
-                f"{problem}; set trainer.resume_mode=disable to start from the beginning, or "
-                "trainer.resume_mode=resume_path with a good checkpoint"
+                f"{'; '.join(problems)}; no checkpoint in {str(self.root)!r} can be used. Set "
+                "trainer.resume_mode=disable to start from the beginning, or trainer.resume_mode=resume_path with a "
+                "good checkpoint"
             )
         return None
+
+    def _check(self, path: Path) -> None:
+        """Raise :class:`CheckpointError` unless the step directory is complete and undamaged."""
+        if missing := _what_is_missing(path):
+            raise CheckpointError(f"checkpoint {str(path)!r} is incomplete: {missing}")
+        if self.verify and path not in self._verified:
+            verify_checksums(path)
+            self._verified.add(path)
 
     def _given(self, resume_from_path: str | Path | None) -> Path:
         if not resume_from_path:
@@ -298,10 +324,10 @@ class CheckpointManager:
             raise CheckpointError(
                 f"trainer.resume_from_path={str(resume_from_path)!r} is not a global_step_N directory{hint}"
             )
-        if not is_complete(path):
-            raise CheckpointError(
-                f"checkpoint {str(path)!r} is incomplete: {_what_is_missing(path)}; choose another one or copy it again"
-            )
+        try:
+            self._check(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; choose another one or copy it again") from error
         return path
 
     # ------------------------------------------------------------------ removing
@@ -323,19 +349,32 @@ class CheckpointManager:
         shutil.rmtree(trash, ignore_errors=True)
         return True
 
+    def best_step(self) -> int | None:
+        """The complete checkpoint with the best score, the earliest of equals; None if none has a score."""
+        return next(iter(self._ranked(self.steps())), None)
+
+    def _ranked(self, steps: list[int]) -> list[int]:
+        """Those of the steps that have a score, the best first."""
+        scores = {step: _marker(self.step_dir(step)).get("score") for step in steps}
+        having = {step: float(score) for step, score in scores.items() if score is not None}
+        return sorted(having, key=lambda step: (-self.best_sign * having[step], step))
+
     def _apply_limits(self, current: int) -> None:
-        """Remove what the limits no longer cover; ``current`` and steps after it (an abandoned branch) stay."""
+        """Remove what the limits no longer cover. ``current``, the best and steps after it, an old branch, stay."""
         saved = [step for step in self._all_steps() if step <= current]
+        best = set(self._ranked(saved)[: self.best_limit])
         if self.step_limit is not None:
             for step in saved[: -self.step_limit]:
-                self._remove(self.step_dir(step), step)
-            saved = saved[-self.step_limit :]
+                if step not in best:
+                    self._remove(self.step_dir(step), step)
+        saved = [step for step in saved if self.step_dir(step).exists()]
         for part, limit in self.part_limits.items():
             if limit is None:
                 continue
             having = [step for step in saved if (self.step_dir(step) / part).is_dir()]
             for step in having[:-limit]:
-                self._remove(self.step_dir(step) / part, step)
+                if step not in best:
+                    self._remove(self.step_dir(step) / part, step)
         for step in saved[:-1]:
             parts = _marker(self.step_dir(step)).get("parts") or []
             if parts and not any((self.step_dir(step) / part).exists() for part in parts):

@@ -25,10 +25,10 @@ class CheckpointConfig(Config):
         choices=CONTENTS[:3],
     )
     strict: bool = opt(True, "Refuse a checkpoint that lacks a parameter or has one that the model lacks.")
-    async_save: bool = opt(False, "Write checkpoints in the background.")
+    async_save: bool = opt(
+        False, "Copy the state to host memory and write it while the training goes on; needs that much host memory."
+    )
 
     def problems(self) -> Iterator[str]:
         if not self.save_contents:
             yield f"save_contents=[]: name at least one of {', '.join(CONTENTS)}, or set save_freq=-1 to save nothing"
-        if self.async_save:
-            yield "async_save=True: writing in the background is not in this version; use async_save=False"

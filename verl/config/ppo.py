@@ -72,6 +72,16 @@ class PPOConfig(Config):
         """Whether the run needs the reference policy's log-probabilities."""
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
 
+    @property
+    def saves_in_background(self) -> bool:
+        """Whether a role that the run trains writes its checkpoints while the training goes on."""
+        roles = [self.actor_rollout_ref.actor.checkpoint]
+        if self.use_critic:
+            roles.append(self.critic.checkpoint)
+        if self.reward_model.implicit:
+            roles.append(self.reward_model.checkpoint)
+        return any(role.async_save for role in roles)
+
     def derive(self) -> Iterator[str]:
         """Turn micro-batch sizes over all ranks into sizes per rank; yield those that do not divide.
 

@@ -35,6 +35,27 @@ class RunConfig(Config):
     )
     resume_from_path: str | None = opt(None, "Checkpoint (a global_step_N directory) to go on from.")
     max_ckpt_to_keep: int | None = opt(None, "Checkpoints to keep, the newest; not given = all.", ge=1)
+    best_ckpt_metric: str | None = opt(
+        None,
+        "Metric that ranks checkpoints, such as val-core/gsm8k/reward/mean@1; the best ones stay beside the newest.",
+    )
+    best_ckpt_mode: str = opt("max", "Whether a large or a small best_ckpt_metric is good.", choices=("max", "min"))
+    max_best_ckpt_to_keep: int = opt(1, "Checkpoints to keep by best_ckpt_metric, whatever their age.", ge=1)
+    on_save_error: str = opt(
+        "stop",
+        "What a checkpoint that cannot be written means (full disk, read-only directory): the run ends, or trains on "
+        "and tries again at the next save.",
+        choices=("stop", "continue"),
+    )
+    verify_checkpoint: bool = opt(
+        True, "Compare the files of a checkpoint with its checksums before resuming; a damaged one is passed over."
+    )
+    time_limit_s: float | None = opt(
+        None, "Seconds after its start at which the run must have saved and ended, as a batch system demands.", gt=0
+    )
+    esi_redundant_time: float = opt(
+        0.0, "Seconds to spare between the last save and the time limit, or the end of the rented machine.", ge=0
+    )
 
     @property
     def world_size(self) -> int:
@@ -51,6 +72,13 @@ class RunConfig(Config):
             yield (
                 f"resume_from_path={self.resume_from_path!r}: is read only with resume_mode=resume_path, "
                 f"which is {self.resume_mode!r}"
+            )
+        metric = self.best_ckpt_metric
+        validated = self.test_freq > 0 and self.save_freq % self.test_freq == 0
+        if metric and metric.startswith("val") and self.save_freq > 0 and not validated:
+            yield (
+                f"best_ckpt_metric={metric!r}: every checkpoint needs a validation of its own step; let "
+                f"test_freq={self.test_freq} divide save_freq={self.save_freq}"
             )
         if not self.logger:
             yield f"logger=[]: name at least one of {', '.join(LOGGERS)}"

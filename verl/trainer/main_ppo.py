@@ -13,6 +13,7 @@ from verl.config import PPOConfig
 from verl.config.cli import parse_cli
 from verl.errors import ConfigError, DataError, VerlError
 from verl.utils.logging import setup_logging
+from verl.utils.stopping import EXIT_UNFINISHED, StopWatch
 
 if TYPE_CHECKING:
     from verl.single_controller.base import WorkerGroup
@@ -35,21 +36,30 @@ class TaskRunner:
 
         self.config = config
         self.device = resolve_device(config.trainer.device)
+        self.run_ids: dict[str, str] = {}  # of the run that is continued, by tracker
+        self.watch = StopWatch(config.trainer.time_limit_s, config.trainer.esi_redundant_time)
         self._at_end = ExitStack()
 
-    def run(self) -> None:
-        """Train, or validate only; what was started is ended in any case."""
+    def run(self) -> bool:
+        """Train, or validate only; what was started is ended in any case.
+
+        Returns:
+            False if the run saved and ended before its last step, because of a signal or a deadline.
+        """
         with self._at_end:
             trainer = self.build_trainer()
             if self.config.trainer.val_only:
                 trainer.validate_only()
             else:
-                trainer.fit()
+                with self.watch:  # from here on: Ray has handlers of its own when it starts
+                    trainer.fit()
+            return not trainer.stopped
 
     def build_trainer(self) -> RayPPOTrainer:
         """Inputs first, then workers, then the trainer."""
         from verl.algorithms.kl import get_kl_controller
         from verl.checkpoint.manager import CheckpointManager
+        from verl.checkpoint.state import TRAINER_STATE, load_state
         from verl.models.loading import import_external_lib
         from verl.rewards import load_reward_manager
         from verl.trainer.ppo.checks import check_algorithm
@@ -79,7 +89,9 @@ class TaskRunner:
             ensure_writable_dir(directory, purpose="directory for samples (trainer.*_data_dir)")
         checkpoints = CheckpointManager.from_config(trainer)
         # a resume path that does not exist is told now, not after the models are loaded
-        checkpoints.find(trainer.resume_mode, trainer.resume_from_path)
+        resumed = checkpoints.find(trainer.resume_mode, trainer.resume_from_path)
+        if resumed is not None and resumed.parent == checkpoints.root:  # from elsewhere it is a run of its own
+            self.run_ids = load_state(resumed / TRAINER_STATE).get("tracker", {})
         tracker = self.build_tracker(total_steps)
         self._at_end.callback(tracker.finish)
 
@@ -114,6 +126,7 @@ class TaskRunner:
             tokenizer=tokenizer,
             total_steps=total_steps,
             kl_ctrl=get_kl_controller(config.algorithm.kl_ctrl),
+            watch=self.watch,
         )
 
     @property
@@ -193,6 +206,7 @@ class TaskRunner:
             config=to_dict(self.config),
             default_local_dir=trainer.default_local_dir,
             total_steps=total_steps,
+            run_ids=self.run_ids,
         )
 
     def check_devices(self) -> None:
@@ -207,9 +221,13 @@ class TaskRunner:
             )
 
 
-def run_ppo(config: PPOConfig) -> None:
-    """Run on Ray, joining a running cluster or starting a local one, or in this process alone."""
-    TaskRunner(config).run()
+def run_ppo(config: PPOConfig) -> bool:
+    """Run on Ray, joining a running cluster or starting a local one, or in this process alone.
+
+    Returns:
+        False if the run saved and ended before its last step.
+    """
+    return TaskRunner(config).run()
 
 
 @contextmanager
@@ -230,16 +248,19 @@ def ray_session(config: PPOConfig) -> Iterator[None]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line: exit code 0 when done, 2 for a bad configuration or bad input, 1 for a failed run."""
+    """Command line: exit code 0 when done, 2 for a bad configuration or bad input, 1 for a failed run.
+
+    75 is the code of a run that saved and ended early, on SIGTERM or before a deadline: starting it again goes on.
+    """
     setup_logging()
     config = parse_cli(PPOConfig, "ppo_trainer", argv)
     try:
-        run_ppo(config)
+        finished = run_ppo(config)
     except (ConfigError, DataError) as error:
         return _fail(error, 2)
     except VerlError as error:
         return _fail(error, 1)
-    return 0
+    return 0 if finished else EXIT_UNFINISHED
 
 
 def _fail(error: VerlError, code: int) -> int:

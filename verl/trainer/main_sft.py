@@ -11,12 +11,16 @@ from verl.config import SFTConfig
 from verl.config.cli import parse_cli
 from verl.errors import ConfigError, DataError, VerlError
 from verl.utils.logging import setup_logging
+from verl.utils.stopping import EXIT_UNFINISHED
 
 logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line: exit code 0 when done, 2 for a bad configuration or bad input, 1 for a failed run."""
+    """Command line: exit code 0 when done, 2 for a bad configuration or bad input, 1 for a failed run.
+
+    75 is the code of a run that saved and ended early, on SIGTERM or before a deadline: starting it again goes on.
+    """
     setup_logging()
     words = list(sys.argv[1:] if argv is None else argv)
     config = parse_cli(SFTConfig, "sft_trainer", [*processes_started(words), *words])
@@ -24,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_processes(config)
         from verl.trainer.sft_trainer import run_sft
 
-        run_sft(config)
+        finished = run_sft(config) is not None
     except (ConfigError, DataError) as error:
         return _fail(error, 2)
     except VerlError as error:
@@ -33,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from verl.utils.distributed import destroy_process_group
 
         destroy_process_group()
-    return 0
+    return 0 if finished else EXIT_UNFINISHED
 
 
 def processes_started(words: Sequence[str]) -> list[str]:

@@ -8,18 +8,19 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
-from verl.checkpoint.manager import CheckpointManager, step_of
-from verl.checkpoint.state import DATALOADER_STATE, load_state, save_state
+from verl.checkpoint.manager import CheckpointManager
+from verl.checkpoint.state import TRAINER_STATE, load_state
 from verl.data.loader import ResumableDataLoader, create_dataloader
 from verl.data.sft_dataset import SFTCollator, create_sft_dataset
+from verl.trainer.sft_saving import SFTSaver
 from verl.utils.distributed import all_reduce_numbers, barrier, get_rank, get_world_size, init_process_group
 from verl.utils.metrics import MetricSet
 from verl.utils.seeding import derive_seed, set_seed
+from verl.utils.stopping import StopWatch
 from verl.utils.timing import StepTimer
 from verl.utils.tokenizer import load_tokenizer
 from verl.utils.tracking import Tracking
@@ -50,6 +51,7 @@ class SFTTrainer:
         total_steps: optimizer steps of the run.
         tracker: takes the metrics; None on all ranks but the first.
         checkpoints: finds and writes step directories; None on all ranks but the first.
+        watch: says when to save and end early.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class SFTTrainer:
         total_steps: int,
         tracker: Tracking | None,
         checkpoints: CheckpointManager | None,
+        watch: StopWatch | None = None,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -69,10 +72,12 @@ class SFTTrainer:
         self.val_loader = val_loader
         self.total_steps = total_steps
         self.tracker = tracker
-        self.checkpoints = checkpoints
         self.micro = MicroBatching(*config.data.micro_batch())
         self.loss = sft_loss()
         self.step = 0
+        self.stopped = False  # before the last step, to be started again
+        self.watch = watch or StopWatch()
+        self.saver = SFTSaver(config.trainer, engine, checkpoints)
 
     def fit(self) -> dict[str, float]:
         """Train to the last step, save, export, and return the last step's metrics."""
@@ -83,17 +88,26 @@ class SFTTrainer:
             timer = StepTimer()
             with timer("step"):
                 metrics = self.train_step(batch)
-            if self._due(self.config.trainer.save_freq):
-                with timer("save_checkpoint"):
-                    self.save_checkpoint()
             if self.val_loader is not None and self._due(self.config.trainer.test_freq):
                 with timer("testing"):
                     metrics["val/loss"] = self.validate()
+            self.stopped = self._should_stop(sum(timer.seconds.values()))
+            if self._due(self.config.trainer.save_freq):
+                with timer("save_checkpoint"):
+                    self.save_checkpoint(metrics)
             metrics |= {"training/global_step": float(self.step), "training/epoch": self.epoch, **timer.metrics()}
             metrics["perf/throughput"] = metrics["train/tokens"] / timer.seconds["step"]
+            if self.saver.failed:
+                metrics["checkpoint/failed_saves"] = float(self.saver.failed)
+                self.saver.failed = 0
             if self.tracker is not None:
                 self.tracker.log(metrics, step=self.step)
-        self.export()
+            self.saver.poll()  # after the record of the step: a run that is resumed from it has that record
+            if self.stopped:
+                break
+        self.saver.finish()
+        if not self.stopped:
+            self.export()
         return metrics
 
     def train_step(self, batch: Batch) -> dict[str, float]:
@@ -132,38 +146,31 @@ class SFTTrainer:
                     return
 
     def _due(self, freq: int) -> bool:
-        return freq > 0 and (self.step % freq == 0 or self.step == self.total_steps)
+        return freq > 0 and (self.step % freq == 0 or self.step == self.total_steps or self.stopped)
+
+    def _should_stop(self, step_s: float) -> bool:
+        """Whether this step is the last one for now, on every rank alike."""
+        reason = self.watch.reason(step_s, self.saver.seconds)
+        stops = all_reduce_numbers([float(reason is not None)], "max")[0] > 0 and self.step < self.total_steps
+        if stops and reason and self.tracker is not None:
+            logger.warning("ending after step %d: %s", self.step, reason)
+        return stops
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self) -> None:
+    def save_checkpoint(self, metrics: dict[str, float]) -> None:
         """Write ``global_step_N``: visible only when every rank has written its part."""
-        staged = self.checkpoints.begin(self.step) if self.checkpoints is not None else None
-        path = Path(_from_rank_zero(str(staged.path) if staged is not None else None))
-        try:
-            self.engine.save(path, frozenset(self.config.trainer.checkpoint.save_contents))
-            if staged is not None:
-                save_state(path / DATALOADER_STATE, self.train_loader.state_dict())
-            barrier()
-        except BaseException:
-            if staged is not None:
-                staged.abort()
-            raise
-        if staged is not None:
-            staged.commit()
-        barrier()
+        state = {"step": self.step, "tracker": {} if self.tracker is None else self.tracker.state_dict()}
+        self.saver.save(self.step, state, self.train_loader.state_dict(), metrics)
 
     def load_checkpoint(self) -> None:
         """Go on from the checkpoint that ``trainer.resume_mode`` chooses, if there is one."""
-        trainer = self.config.trainer
-        found = self.checkpoints.find(trainer.resume_mode, trainer.resume_from_path) if self.checkpoints else None
-        name = _from_rank_zero(str(found) if found is not None else None)
-        if name is None:
+        found = self.saver.load()
+        if found is None:
             return
-        path = Path(name)
-        self.engine.load(path, frozenset(trainer.checkpoint.load_contents))
-        self.train_loader.load_state_dict(load_state(path / DATALOADER_STATE))
-        self.step = step_of(path)
+        path, state, data_state = found
+        self.train_loader.load_state_dict(data_state)
+        self.step = state["step"]
         logger.info("resuming from %s", path)
 
     def export(self) -> Path:
@@ -182,15 +189,6 @@ class SFTTrainer:
             logger.info("the trained model is in %s", final)
         barrier()
         return final
-
-
-def _from_rank_zero(value: str | None) -> Any:
-    """The first rank's value, on every rank."""
-    if get_world_size() == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
 
 
 def build_trainer(config: SFTConfig) -> SFTTrainer:
@@ -248,12 +246,21 @@ def build_trainer(config: SFTConfig) -> SFTTrainer:
         train_loader=train_loader,
         val_loader=val_loader,
         total_steps=total_steps,
-        tracker=_tracker(config, total_steps) if rank == 0 else None,
+        tracker=_tracker(config, total_steps, _run_ids(config, checkpoints)) if checkpoints is not None else None,
         checkpoints=checkpoints,
+        watch=StopWatch(config.trainer.time_limit_s, config.trainer.esi_redundant_time),
     )
 
 
-def _tracker(config: SFTConfig, total_steps: int) -> Tracking:
+def _run_ids(config: SFTConfig, checkpoints: CheckpointManager) -> dict[str, str]:
+    """Ids under which trackers know the run that is continued."""
+    found = checkpoints.find(config.trainer.resume_mode, config.trainer.resume_from_path)
+    if found is None or found.parent != checkpoints.root:
+        return {}
+    return load_state(found / TRAINER_STATE).get("tracker", {})
+
+
+def _tracker(config: SFTConfig, total_steps: int, run_ids: dict[str, str]) -> Tracking:
     from verl.config import to_dict
 
     trainer = config.trainer
@@ -264,14 +271,21 @@ def _tracker(config: SFTConfig, total_steps: int) -> Tracking:
         config=to_dict(config),
         default_local_dir=trainer.default_local_dir,
         total_steps=total_steps,
+        run_ids=run_ids,
     )
 
 
-def run_sft(config: SFTConfig) -> dict[str, float]:
-    """Build the trainer, train, close the trackers; returns the last step's metrics."""
+def run_sft(config: SFTConfig) -> dict[str, float] | None:
+    """Build the trainer, train, close the trackers.
+
+    Returns:
+        The last step's metrics; None if the run saved and ended before its last step.
+    """
     trainer = build_trainer(config)
     try:
-        return trainer.fit()
+        with trainer.watch:
+            metrics = trainer.fit()
+        return None if trainer.stopped else metrics
     finally:
         if trainer.tracker is not None:
             trainer.tracker.finish()

@@ -75,6 +75,23 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all([part.cpu() for part in cuda])
 
 
+def plain_rng_state() -> dict[str, Any]:
+    """:func:`get_rng_state` of tensors, numbers, text and lists alone, so that a file of it runs no code when read."""
+    state = get_rng_state()
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    version, internal, cached = state["python"]
+    words = torch.from_numpy(np.asarray(keys, dtype=np.int64))
+    state["numpy"] = [kind, words, int(position), int(has_gauss), float(gauss)]
+    state["python"] = [version, list(internal), cached]
+    return state
+
+
+def set_plain_rng_state(state: Mapping[str, Any]) -> None:
+    """Put back what :func:`plain_rng_state` returned."""
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    set_rng_state({**state, "numpy": (kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss)})
+
+
 def _as_python_state(state: Any) -> tuple[Any, ...]:
     """``random.setstate`` wants tuples; a state that went through JSON comes back as lists."""
     version, internal, gauss = state

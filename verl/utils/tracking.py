@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import numbers
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,7 @@ class RunInfo:
         config: the whole configuration as nested plain values, secrets already hidden.
         local_dir: directory of the run's outputs.
         total_steps: the last step, when known.
+        run_ids: tracker -> the id under which it knows a run that is continued.
     """
 
     project_name: str
@@ -48,10 +50,14 @@ class RunInfo:
     config: Mapping[str, Any] = field(default_factory=dict)
     local_dir: Path = Path("outputs")
     total_steps: int | None = None
+    run_ids: Mapping[str, str] = field(default_factory=dict)
 
 
 class Tracker:
     """One destination. Subclasses override what they can do."""
+
+    #: under which the destination knows the run; None where a run has no id
+    run_id: str | None = None
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         """Record the metrics of a step."""
@@ -76,6 +82,7 @@ class Tracking:
         config: the configuration as nested plain values; values named like secrets are hidden before they leave.
         default_local_dir: directory of the run's outputs.
         total_steps: number of the last step, for the progress and the remaining time on the console.
+        run_ids: from :meth:`state_dict` of the run that is continued, whose record then goes on.
 
     Raises:
         ConfigError: an unknown tracker, or one whose package is not installed.
@@ -90,12 +97,19 @@ class Tracking:
         *,
         default_local_dir: str | Path = "outputs",
         total_steps: int | None = None,
+        run_ids: Mapping[str, str] | None = None,
     ) -> None:
         names = [loggers] if isinstance(loggers, str) else list(dict.fromkeys(loggers))
-        info = RunInfo(project_name, experiment_name, redact(config or {}), Path(default_local_dir), total_steps)
+        info = RunInfo(
+            project_name, experiment_name, redact(config or {}), Path(default_local_dir), total_steps, run_ids or {}
+        )
         factories = {name: TRACKERS[name] for name in names}  # all names are checked before the first one starts
         self._trackers = {name: factory(info) for name, factory in factories.items()}
         self._failed: set[str] = set()
+
+    def state_dict(self) -> dict[str, str]:
+        """Tracker -> id of this run there, for a checkpoint."""
+        return {name: tracker.run_id for name, tracker in self._trackers.items() if tracker.run_id is not None}
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         """Send the metrics of a step to every tracker; numbers may be NumPy or torch scalars. No metrics, no record."""
@@ -337,7 +351,14 @@ class WandbTracker(Tracker):
 
     def __init__(self, info: RunInfo) -> None:
         self._wandb = _load("wandb", "wandb")
-        self._run = self._wandb.init(project=info.project_name, name=info.experiment_name, config=dict(info.config))
+        self.run_id = info.run_ids.get("wandb") or _new_id()
+        self._run = self._wandb.init(
+            project=info.project_name,
+            name=info.experiment_name,
+            config=dict(info.config),
+            id=self.run_id,
+            resume="allow",
+        )
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         self._run.log(_numeric(data), step=step)
@@ -357,8 +378,16 @@ class MlflowTracker(Tracker):
     def __init__(self, info: RunInfo) -> None:
         self._mlflow = _load("mlflow", "mlflow")
         self._mlflow.set_experiment(info.project_name)
-        self._mlflow.start_run(run_name=info.experiment_name)
-        params = {name: str(value)[:500] for name, value in _flatten(info.config).items()}
+        resumed = info.run_ids.get("mlflow")
+        if resumed:
+            run = self._mlflow.start_run(run_id=resumed)  # has its parameters, which cannot be changed
+        else:
+            run = self._mlflow.start_run(run_name=info.experiment_name)
+            self._log_config(info.config)
+        self.run_id = run.info.run_id
+
+    def _log_config(self, config: Mapping[str, Any]) -> None:
+        params = {name: str(value)[:500] for name, value in _flatten(config).items()}
         names = list(params)
         for start in range(0, len(names), 100):  # the server takes at most 100 in a call
             self._mlflow.log_params({name: params[name] for name in names[start : start + 100]})
@@ -381,7 +410,14 @@ class SwanlabTracker(Tracker):
 
     def __init__(self, info: RunInfo) -> None:
         self._swanlab = _load("swanlab", "swanlab")
-        self._swanlab.init(project=info.project_name, experiment_name=info.experiment_name, config=dict(info.config))
+        self.run_id = info.run_ids.get("swanlab") or _new_id()
+        self._swanlab.init(
+            project=info.project_name,
+            experiment_name=info.experiment_name,
+            config=dict(info.config),
+            id=self.run_id,
+            resume="allow",
+        )
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         self._swanlab.log(_numeric(data), step=step)
@@ -399,7 +435,10 @@ class TrackioTracker(Tracker):
 
     def __init__(self, info: RunInfo) -> None:
         self._trackio = _load("trackio", "trackio")
-        self._trackio.init(project=info.project_name, name=info.experiment_name, config=dict(info.config))
+        # a run goes on under its name
+        self._trackio.init(
+            project=info.project_name, name=info.experiment_name, config=dict(info.config), resume="allow"
+        )
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         self._trackio.log(_numeric(data), step=step)
@@ -413,6 +452,11 @@ TRACKERS.register("wandb")(WandbTracker)
 TRACKERS.register("mlflow")(MlflowTracker)
 TRACKERS.register("swanlab")(SwanlabTracker)
 TRACKERS.register("trackio")(TrackioTracker)
+
+
+def _new_id() -> str:
+    """An id that hosted trackers accept: 21 letters and digits."""
+    return uuid.uuid4().hex[:21]
 
 
 def _scalar_or_text(value: Any) -> Any:

@@ -36,6 +36,7 @@ from verl.models.loading import import_external_lib
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.background import BackgroundTask
 from verl.utils.device import device_name
 from verl.utils.distributed import init_process_group
 from verl.utils.flops import model_flops_utilization
@@ -75,6 +76,7 @@ class RoleWorker(Worker):
         init_process_group(device, timeout_s)
         # the same seed on every rank: a fresh value head must start alike everywhere
         set_seed(derive_seed(seed, "worker"))
+        self._saving = BackgroundTask()
 
     @abstractmethod
     def make_engine(
@@ -92,6 +94,21 @@ class RoleWorker(Worker):
         """Tell the controller which data-parallel shard this worker computes under ``mesh_name``."""
         layout = engine.layout
         self._register_dispatch_collect_info(mesh_name, dp_rank=layout.dp_rank, is_collect=layout.is_output_rank)
+
+    def save_engine(self, engine: TrainEngine, config: CheckpointConfig, path: str) -> None:
+        """Write an engine's checkpoint, or with ``async_save`` start to; collective."""
+        self._saving.wait()
+        if config.async_save:
+            self._saving = engine.start_save(Path(path), frozenset(config.save_contents))
+        else:
+            engine.save(Path(path), frozenset(config.save_contents))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_written(self, wait: bool = False) -> bool:
+        """Whether the last ``save_checkpoint`` is on the disk; raises what went wrong since."""
+        if wait:
+            self._saving.wait()
+        return self._saving.done()
 
     def memory_metrics(self, engine: TrainEngine) -> MetricSet:
         """Peak memory of this process so far, the largest over ranks after the merge."""
@@ -310,7 +327,7 @@ class ActorRolloutRefWorker(RoleWorker):
     def save_checkpoint(self, path: str) -> None:
         """Write the actor's checkpoint into directory ``path``. Collective."""
         assert self.actor is not None
-        self.actor.save(Path(path), frozenset(self.config.actor.checkpoint.save_contents))
+        self.save_engine(self.actor, self.config.actor.checkpoint, path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
@@ -379,7 +396,7 @@ class CriticWorker(RoleWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
         """Write the critic's checkpoint into directory ``path``. Collective."""
-        self.engine.save(Path(path), frozenset(self.config.checkpoint.save_contents))
+        self.save_engine(self.engine, self.config.checkpoint, path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
@@ -538,7 +555,7 @@ class ImplicitRewardWorker(RoleWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
         """Write the model's checkpoint into directory ``path``. Collective."""
-        self.engine.save(Path(path), frozenset(self.config.checkpoint.save_contents))
+        self.save_engine(self.engine, self.config.checkpoint, path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:

@@ -57,6 +57,8 @@ GLOSSARY: dict[str, str] = {
     "actor/reward_kl_penalty_coeff": "Coefficient of the KL penalty in the reward, as used for this batch.",
     "{train|val}/loss": "Supervised loss: mean negative log-likelihood per trained token, in nats.",
     "train/tokens": "Tokens of the step over all ranks, prompts included.",
+    # checkpoints
+    "checkpoint/failed_saves": "Checkpoints that could not be written since the last step (on_save_error=continue).",
     # rewards
     "reward/{errors|timeouts}": "Samples whose reward function raised, returned no finite number, or ran out of time.",
     "reward/abstained": "Samples without a score, which take no part in the update.",

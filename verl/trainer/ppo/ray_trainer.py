@@ -16,7 +16,6 @@ from verl.algorithms.correction import correct_rollout
 from verl.algorithms.kl import KLController
 from verl.algorithms.registry import get_adv_estimator_fn, make_state
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.state import DATALOADER_STATE, TRAINER_STATE, load_state, save_state
 from verl.config import PPOConfig
 from verl.errors import CheckpointError, RewardError
 from verl.protocol import DataProto
@@ -31,12 +30,14 @@ from verl.trainer.ppo.advantage import (
 from verl.trainer.ppo.checks import check_algorithm
 from verl.trainer.ppo.metrics import compute_step_metrics
 from verl.trainer.ppo.mismatch import MismatchMonitor
+from verl.trainer.ppo.saving import RunSaver
 from verl.trainer.ppo.scoring import describe_samples, dump_samples, outcomes, reported
 from verl.trainer.ppo.sources import Source
 from verl.trainer.ppo.validation import Validator
 from verl.utils.metrics import MetricSet
-from verl.utils.seeding import derive_seed
+from verl.utils.seeding import derive_seed, plain_rng_state, set_plain_rng_state
 from verl.utils.seqlen_balancing import arrange_mini_batches, seqlen_balance_metrics
+from verl.utils.stopping import StopWatch
 from verl.utils.timing import StepTimer
 from verl.utils.tracking import Tracking
 
@@ -61,6 +62,7 @@ class RayPPOTrainer:
         ref: worker group with ``compute_ref_log_prob``.
         process_reward: worker group with ``compute_process_rewards`` and ``update_reward_model``.
         validator: runs the validation set; None validates never.
+        watch: says when to save and end early.
     """
 
     def __init__(
@@ -78,12 +80,12 @@ class RayPPOTrainer:
         ref: WorkerGroup | None = None,
         process_reward: WorkerGroup | None = None,
         validator: Validator | None = None,
+        watch: StopWatch | None = None,
     ) -> None:
         self.config = config
         self.actor_rollout = actor_rollout
         self.source = source
         self.tracker = tracker
-        self.checkpoints = checkpoints
         self.tokenizer = tokenizer
         self.total_steps = total_steps
         self.kl_ctrl = kl_ctrl
@@ -93,6 +95,9 @@ class RayPPOTrainer:
         self.validator = validator
         check_algorithm(config, source.fields)
         self.step = 0
+        self.stopped = False  # before the last step, to be started again
+        self.watch = watch or StopWatch()
+        self.saver = RunSaver(config.trainer, checkpoints, self._saved_groups(), background=config.saves_in_background)
         self.mismatch = MismatchMonitor(config.algorithm.rollout_correction.report_threshold)
         self.estimator_state = make_state(get_adv_estimator_fn(config.algorithm.adv_estimator), config.algorithm)
 
@@ -103,7 +108,7 @@ class RayPPOTrainer:
         if self.config.trainer.val_before_train and self.step == 0:
             self.tracker.log(self.validate(), step=self.step)
 
-        while self.step < self.total_steps:
+        while self.step < self.total_steps and not self.stopped:
             self.step += 1
             timer = StepTimer()
             with timer("step"):
@@ -135,14 +140,18 @@ class RayPPOTrainer:
                     with timer("update_weights"):
                         metrics.update(self.sync_weights())
 
-                if self.due(self.config.trainer.save_freq):
-                    with timer("save_checkpoint"):
-                        self.save_checkpoint()
                 if self.due(self.config.trainer.test_freq):
                     with timer("testing"):
                         metrics.update(self.validate())
+                self.stopped = self.should_stop(timer)
+                if self.due(self.config.trainer.save_freq):
+                    with timer("save_checkpoint"):
+                        self.save_checkpoint(metrics)
             metrics.update(self.describe(batch, timer))
+            metrics.update(self.saver.drain())
             self.tracker.log(metrics, step=self.step)
+            self.saver.poll()  # after the record of the step: a run that is resumed from it has that record
+        self.saver.finish()
 
     def validate(self) -> dict[str, float]:
         """Metrics of the validation set under the current policy; samples go to the trackers and the dump directory."""
@@ -277,31 +286,35 @@ class RayPPOTrainer:
     # ---- saving and resuming -------------------------------------------------------------------------------
 
     def due(self, frequency: int) -> bool:
-        """Whether something done every ``frequency`` steps, and at the end, is to be done now."""
-        return frequency > 0 and (self.step % frequency == 0 or self.step == self.total_steps)
+        """Whether something done every ``frequency`` steps, and at the end of the process, is to be done now."""
+        return frequency > 0 and (self.step % frequency == 0 or self.step == self.total_steps or self.stopped)
 
-    def save_checkpoint(self) -> None:
-        """Save all that the rest of the run depends on; it appears under its name only when complete."""
-        with self.checkpoints.staging(self.step) as directory:
-            self.actor_rollout.save_checkpoint(str(directory / "actor"))
-            if self.critic is not None:
-                self.critic.save_checkpoint(str(directory / "critic"))
-            if self.process_reward is not None:
-                self.process_reward.save_checkpoint(str(directory / "reward_model"))
-            save_state(directory / DATALOADER_STATE, self.source.state_dict())
-            state = {"step": self.step, "kl_ctrl": self.kl_ctrl.state_dict()}
-            if self.estimator_state is not None:
-                state["estimator"] = self.estimator_state.state_dict()
-            save_state(directory / TRAINER_STATE, state)
+    def should_stop(self, timer: StepTimer) -> bool:
+        """Whether this step is the last one for now: the system asks for it, or the time is up."""
+        reason = self.watch.reason(sum(timer.seconds.values()), self.saver.seconds)
+        if reason and self.step < self.total_steps:
+            saves = "" if self.config.trainer.save_freq > 0 else " without saving (trainer.save_freq=-1)"
+            logger.warning("ending after step %d%s: %s", self.step, saves, reason)
+        return reason is not None and self.step < self.total_steps
+
+    def save_checkpoint(self, metrics: dict[str, float]) -> None:
+        """Write all that the rest of the run depends on; it appears under its name only when complete."""
+        state: dict[str, Any] = {
+            "step": self.step,
+            "kl_ctrl": self.kl_ctrl.state_dict(),
+            "rng": plain_rng_state(),
+            "tracker": self.tracker.state_dict(),
+        }
+        if self.estimator_state is not None:
+            state["estimator"] = self.estimator_state.state_dict()
+        self.saver.save(self.step, state, self.source.state_dict(), metrics)
 
     def load_checkpoint(self) -> None:
         """Continue from the checkpoint that ``trainer.resume_mode`` selects, if there is one."""
-        trainer = self.config.trainer
-        directory = self.checkpoints.find(trainer.resume_mode, trainer.resume_from_path)
+        directory = self.saver.find()
         if directory is None:
             return
-        logger.info("resuming from %s", directory)
-        state = load_state(directory / TRAINER_STATE)
+        state, data_state = self.saver.load(directory)
         self.step = state["step"]
         self.kl_ctrl.load_state_dict(state["kl_ctrl"])
         if self.estimator_state is not None:
@@ -311,14 +324,14 @@ class RayPPOTrainer:
                     "resume with the estimator that it was made with, or start anew with trainer.resume_mode=disable"
                 )
             self.estimator_state.load_state_dict(state["estimator"])
-        self.source.load_state_dict(load_state(directory / DATALOADER_STATE))
-        self.actor_rollout.load_checkpoint(str(directory / "actor"))
-        if self.critic is not None:
-            self.critic.load_checkpoint(str(directory / "critic"))
-        if self.process_reward is not None:
-            self.process_reward.load_checkpoint(str(directory / "reward_model"))
-        if trainer.del_local_ckpt_after_load:
-            self.checkpoints.delete(directory)
+        self.source.load_state_dict(data_state)
+        set_plain_rng_state(state["rng"])  # of this process, where reward functions may draw
+        if self.config.trainer.del_local_ckpt_after_load:
+            self.saver.manager.delete(directory)
+
+    def _saved_groups(self) -> dict[str, WorkerGroup]:
+        groups = {"actor": self.actor_rollout, "critic": self.critic, "reward_model": self.process_reward}
+        return {name: group for name, group in groups.items() if group is not None}
 
     # ---- helpers -------------------------------------------------------------------------------------------
 

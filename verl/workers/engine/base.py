@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.errors import ConfigError
+from verl.utils.background import BackgroundTask
 from verl.utils.flops import FlopsCounter
 from verl.utils.metrics import MetricSet
 
@@ -178,6 +179,14 @@ class TrainEngine(ABC):
     @abstractmethod
     def save(self, path: str | Path, contents: frozenset[str]) -> None:
         """Write a checkpoint into directory ``path``: any of ``model, optimizer, extra, hf_model``."""
+
+    def start_save(self, path: str | Path, contents: frozenset[str]) -> BackgroundTask:
+        """:meth:`save` that returns once what it writes is copied; a second one must wait for the first.
+
+        An engine that cannot copy its state writes it before it returns.
+        """
+        self.save(path, contents)
+        return BackgroundTask()
 
     @abstractmethod
     def load(self, path: str | Path, contents: frozenset[str]) -> None:

@@ -27,6 +27,7 @@ from verl.models.loading import (
 )
 from verl.models.packing import RowLayout, build_layout
 from verl.models.ulysses import SequenceGroup, check_model, split_sequence
+from verl.utils.background import BackgroundTask
 from verl.utils.device import device_memory_stats, empty_cache, get_torch_device
 from verl.utils.distributed import get_rank, get_world_size, init_process_group
 from verl.utils.flops import FlopsCounter
@@ -95,6 +96,7 @@ class FSDPEngine(TrainEngine):
         self.step = 0  # optimizer steps so far, skipped ones included
         self.lr_step = 0
         self._resident_depth = {"model": 0, "optimizer": 0}
+        self._save_group: dist.ProcessGroup | None = None
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -314,7 +316,14 @@ class FSDPEngine(TrainEngine):
 
     def save(self, path: str | Path, contents: frozenset[str] = _TRAINED) -> None:
         with self.resident(optimizer=True):
-            state.save(self, Path(path), frozenset(contents))
+            state.write(state.take(self, frozenset(contents), copy=False), Path(path))
+
+    def start_save(self, path: str | Path, contents: frozenset[str] = _TRAINED) -> BackgroundTask:
+        with self.resident(optimizer=True):
+            snapshot = state.take(self, frozenset(contents), copy=True)
+        if self._save_group is None and self.layout.world_size > 1:
+            self._save_group = dist.new_group(backend="gloo")  # collectives of a thread must not mix with training's
+        return BackgroundTask(lambda: state.write(snapshot, Path(path), self._save_group), name="verl-save")
 
     def load(self, path: str | Path, contents: frozenset[str] = _TRAINED) -> None:
         with self.resident(optimizer=True):

@@ -16,10 +16,10 @@ import logging
 import shutil
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -28,9 +28,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from verl.errors import CheckpointError
 from verl.models.loading import quiet_transformers, resolve_model_dir
-from verl.utils.seeding import get_rng_state, set_rng_state
+from verl.utils.fs import format_bytes, free_bytes
+from verl.utils.seeding import plain_rng_state, set_plain_rng_state
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from verl.workers.engine.fsdp import FSDPEngine
 
 logger = logging.getLogger(__name__)
@@ -56,16 +59,92 @@ _COMPANION_PATTERNS = (
 )
 
 
-def save(engine: FSDPEngine, path: Path, contents: frozenset[str]) -> None:
-    """Write the parts named in ``contents`` into directory ``path``. Collective.
+@dataclass
+class Snapshot:
+    """One rank's share of a checkpoint, as it was at one moment.
+
+    Attributes:
+        rank, world: of the engine.
+        contents: parts to write.
+        model, optimizer: tensors by name, live or copied.
+        whole: with ``hf_model``, on rank 0, the whole model on the host.
+        counters: schedule and step counters.
+        rng: this process's random state.
+        marker: content of ``engine.json``.
+        companions: directories whose tokenizer files belong to the model.
+        export: the module that knows the model's config and how to write it.
+    """
+
+    rank: int
+    world: int
+    contents: frozenset[str]
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    whole: dict[str, Tensor]
+    counters: dict[str, int]
+    rng: dict[str, Any]
+    marker: dict[str, Any]
+    companions: list[Path]
+    export: PreTrainedModel
+
+
+def take(engine: FSDPEngine, contents: frozenset[str], *, copy: bool) -> Snapshot:
+    """Collect what :func:`write` writes. Collective.
+
+    Args:
+        engine: the engine.
+        contents: parts.
+        copy: copy everything to the host, so that the engine may go on; otherwise the tensors are the live ones.
 
     Raises:
-        CheckpointError: an unknown part, the optimizer of an engine that has none, or a failed write (on every rank).
+        CheckpointError: an unknown part, or the optimizer of an engine that has none.
     """
     _check_contents(contents)
     if "optimizer" in contents and engine.optimizer is None:
         raise CheckpointError("this engine only evaluates and has no optimizer to save; drop it from save_contents")
-    rank, world = engine.layout.rank, engine.layout.world_size
+    model = engine.hf_tensors()
+    tokenizer = engine.model_config.tokenizer_path
+    companions = [resolve_model_dir(engine.model_config.path)]
+    if tokenizer and Path(tokenizer).is_dir():
+        companions.append(Path(tokenizer))
+    chosen = {name: tensor.detach() for name, tensor in model.items()} if "model" in contents else {}
+    optimizer = optimizer_tensors(engine) if "optimizer" in contents else {}
+    if copy:
+        chosen, optimizer = _copied(chosen), _copied(optimizer)
+    return Snapshot(
+        rank=engine.layout.rank,
+        world=engine.layout.world_size,
+        contents=contents,
+        model=chosen,
+        optimizer=optimizer,
+        whole=_whole(engine, copy=copy) if "hf_model" in contents else {},
+        counters={"step": engine.step, "lr_step": engine.lr_step},
+        rng=plain_rng_state(),
+        marker={
+            "format": FORMAT_VERSION,
+            "engine": "fsdp2",
+            "head": engine.head,
+            "world_size": engine.layout.world_size,
+            "contents": sorted(contents),
+            "parameters": len(model),
+        },
+        companions=companions,
+        export=engine.module.model,
+    )
+
+
+def write(snapshot: Snapshot, path: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Write a snapshot into directory ``path``. Collective over ``group``.
+
+    Args:
+        snapshot: of this rank.
+        path: the directory; all ranks see it.
+        group: ranks to agree with; None is the default group. A thread beside the training needs one of its own.
+
+    Raises:
+        CheckpointError: a failed write, on every rank.
+    """
+    rank, world, contents = snapshot.rank, snapshot.world, snapshot.contents
 
     def write_local() -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -75,41 +154,44 @@ def save(engine: FSDPEngine, path: Path, contents: frozenset[str]) -> None:
                 shutil.rmtree(path / part, ignore_errors=True)
         if "extra" in contents:
             (path / "extra").mkdir(exist_ok=True)
-            torch.save(_encode_rng(get_rng_state()), path / "extra" / f"rng_rank_{rank}.pt")
+            torch.save(snapshot.rng, path / "extra" / f"rng_rank_{rank}.pt")
             if rank == 0:
-                counters = {"step": engine.step, "lr_step": engine.lr_step}
-                (path / "extra" / "counters.json").write_text(json.dumps(counters))
+                (path / "extra" / "counters.json").write_text(json.dumps(snapshot.counters))
         if rank == 0:
             target = path / "huggingface"
             target.mkdir(exist_ok=True)
-            engine.module.model.config.save_pretrained(target)
-            copy_companions(resolve_model_dir(engine.model_config.path), target)
-            tokenizer = engine.model_config.tokenizer_path
-            if tokenizer and Path(tokenizer).is_dir():
-                copy_companions(Path(tokenizer), target)
+            snapshot.export.config.save_pretrained(target)
+            for source in snapshot.companions:
+                copy_companions(source, target)
 
-    _on_all_ranks(world, f"write {path}", write_local)
+    _on_all_ranks(world, f"write {path}", write_local, group)
     if "model" in contents:
-        _dcp(dcp.save, engine.hf_tensors(), path / "model", world, "write")
+        _dcp(dcp.save, snapshot.model, path / "model", world, "write", group)
     if "optimizer" in contents:
-        _dcp(dcp.save, optimizer_tensors(engine), path / "optimizer", world, "write")
-    if "hf_model" in contents:
-        export_hf(engine, path / "huggingface")
+        _dcp(dcp.save, snapshot.optimizer, path / "optimizer", world, "write", group)
 
     def finish() -> None:
         if rank == 0:
-            names = list(engine.hf_tensors())
-            marker = {
-                "format": FORMAT_VERSION,
-                "engine": "fsdp2",
-                "head": engine.head,
-                "world_size": world,
-                "contents": sorted(contents),
-                "parameters": len(names),
-            }
-            (path / MARKER).write_text(json.dumps(marker, indent=1))
+            if "hf_model" in contents:
+                with quiet_transformers():
+                    snapshot.export.save_pretrained(path / "huggingface", state_dict=snapshot.whole)
+            (path / MARKER).write_text(json.dumps(snapshot.marker, indent=1))
 
-    _on_all_ranks(world, f"finish {path}", finish)
+    _on_all_ranks(world, f"finish {path}", finish, group)
+
+
+def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def _whole(engine: FSDPEngine, *, copy: bool) -> dict[str, Tensor]:
+    """The whole model on the host of rank 0. Collective."""
+    whole: dict[str, Tensor] = {}
+    for name, tensor in engine.named_tensors():
+        if engine.layout.rank == 0:
+            # on CPU the live parameter itself, unless it is to be copied
+            whole[name] = tensor.to("cpu", copy=copy)
+    return whole
 
 
 def load(engine: FSDPEngine, path: Path, contents: frozenset[str]) -> None:
@@ -155,7 +237,7 @@ def load(engine: FSDPEngine, path: Path, contents: frozenset[str]) -> None:
             engine.step, engine.lr_step = int(counters["step"]), int(counters["lr_step"])
             if marker["world_size"] == world:
                 stored = torch.load(path / "extra" / f"rng_rank_{rank}.pt", weights_only=True)
-                set_rng_state(_decode_rng(stored))
+                set_plain_rng_state(stored)
             else:
                 logger.info("%s: random states of %d ranks do not fit %d", path, marker["world_size"], world)
 
@@ -215,22 +297,6 @@ def _materialise(optimizer: torch.optim.Optimizer) -> None:
                 value.zero_()
 
 
-def export_hf(engine: FSDPEngine, target: Path) -> None:
-    """Write the model as ``from_pretrained`` reads it. Collective; rank 0 holds the whole model on the host."""
-    rank, world = engine.layout.rank, engine.layout.world_size
-    whole: dict[str, Tensor] = {}
-    for name, tensor in engine.named_tensors():
-        if rank == 0:
-            whole[name] = tensor.cpu()  # on CPU the live parameter itself: read before anything changes it
-
-    def write() -> None:
-        if rank == 0:
-            with quiet_transformers():
-                engine.module.model.save_pretrained(target, state_dict=whole)
-
-    _on_all_ranks(world, f"write {target}", write)
-
-
 def copy_companions(source: Path, target: Path) -> None:
     """Copy tokenizer, chat template and generation settings from one model directory to another."""
     for pattern in _COMPANION_PATTERNS:
@@ -263,20 +329,37 @@ def _check_names(directory: Path, wanted: set[str], strict: bool) -> None:
     logger.warning("%s; loading what fits", text)
 
 
-def _dcp(function: Callable[..., Any], tensors: dict[str, Any], directory: Path, world: int, verb: str) -> None:
+def _dcp(
+    function: Callable[..., Any],
+    tensors: dict[str, Any],
+    directory: Path,
+    world: int,
+    verb: str,
+    group: dist.ProcessGroup | None = None,
+) -> None:
     try:
         with warnings.catch_warnings():
             # Without other ranks no process group is needed, and that is no news.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            function(tensors, checkpoint_id=str(directory), no_dist=world == 1)
+            function(tensors, checkpoint_id=str(directory), no_dist=world == 1, process_group=group)
     except CheckpointException as error:  # a BaseException: what failed, by rank
         causes = "; ".join(f"rank {rank}: {cause[0]!r}" for rank, cause in sorted(error.failures.items()))
-        raise CheckpointError(f"cannot {verb} {directory}: {causes}") from error
+        raise CheckpointError(f"cannot {verb} {directory}: {causes}{_space(directory, verb)}") from error
     except Exception as error:  # planning errors, pickle's and the file system's
-        raise CheckpointError(f"cannot {verb} {directory}: {error}") from error
+        raise CheckpointError(f"cannot {verb} {directory}: {error}{_space(directory, verb)}") from error
 
 
-def _on_all_ranks(world: int, what: str, action: Callable[[], None]) -> None:
+def _space(directory: Path, verb: str) -> str:
+    """What torch does not say of a failed write: its file format reports a full disk as a wrong position."""
+    free = free_bytes(directory)
+    if verb != "write" or free > 1 << 20:
+        return ""
+    return (
+        f" (No space left on device: {format_bytes(free)} free; keep fewer checkpoints with trainer.max_ckpt_to_keep)"
+    )
+
+
+def _on_all_ranks(world: int, what: str, action: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
     """Run something that may fail; if it fails anywhere every rank raises, so that none waits for another."""
     problem: str | None = None
     cause: Exception | None = None
@@ -287,26 +370,10 @@ def _on_all_ranks(world: int, what: str, action: Callable[[], None]) -> None:
         problem = str(error) if isinstance(error, CheckpointError) else f"cannot {what}: {error}"
     if world > 1:
         problems: list[str | None] = [None] * world
-        dist.all_gather_object(problems, problem)
+        dist.all_gather_object(problems, problem, group)
         problem = problem or next((p for p in problems if p), None)
     if problem:
         raise CheckpointError(problem) from cause
 
 
-def _encode_rng(state: dict[str, Any]) -> dict[str, Any]:
-    """Only tensors, numbers and text, so that reading it back runs no code."""
-    kind, keys, position, has_gauss, gauss = state["numpy"]
-    encoded = dict(state)
-    words = torch.from_numpy(np.asarray(keys, dtype=np.int64))
-    encoded["numpy"] = [kind, words, int(position), int(has_gauss), float(gauss)]
-    version, internal, cached = state["python"]
-    encoded["python"] = [version, list(internal), cached]
-    return encoded
-
-
-def _decode_rng(state: dict[str, Any]) -> dict[str, Any]:
-    kind, keys, position, has_gauss, gauss = state["numpy"]
-    return {**state, "numpy": (kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss)}
-
-
-__all__ = ["copy_companions", "export_hf", "load", "optimizer_tensors", "read_marker", "save"]
+__all__ = ["Snapshot", "copy_companions", "load", "optimizer_tensors", "read_marker", "take", "write"]
