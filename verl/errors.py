@@ -27,6 +27,10 @@ class RolloutError(VerlError, RuntimeError):
     """Generation failed."""
 
 
+class ReplicaError(RolloutError):
+    """A rollout server cannot serve now, for a reason that is not the request's: another one may."""
+
+
 class WeightSyncError(VerlError, RuntimeError):
     """Weights could not be handed from training to generation, or arrived changed."""
 

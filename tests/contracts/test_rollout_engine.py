@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from tests.workers.rollout.helpers import (
     served_everywhere,
     weights_of,
 )
+from tests.workers.rollout.served import ServedEngine, replicas, server_spec
 from verl.errors import RolloutError, WeightSyncError
 from verl.workers.rollout import ROLLOUT_ENGINES
 from verl.workers.rollout.base import (
@@ -33,9 +36,16 @@ from verl.workers.rollout.base import (
 )
 
 ENGINES: dict[str, Callable[[torch.nn.Module, Path], RolloutEngine]] = {"hf": make_engine, "vllm": make_vllm_engine}
+SERVED = {f"{name}, served": name for name in ENGINES}  # in processes of their own, behind a client
 INSTALLED = [
-    pytest.param(name, marks=pytest.mark.skipif(bool(why := missing_package(name)), reason=why or ""))
-    for name in sorted(ENGINES)
+    pytest.param(
+        name,
+        marks=[
+            pytest.mark.skipif(bool(why := missing_package(SERVED.get(name, name))), reason=why or ""),
+            *([pytest.mark.dist] if name in SERVED else []),
+        ],
+    )
+    for name in sorted([*ENGINES, *SERVED])
 ]
 EOS = 2
 
@@ -45,18 +55,30 @@ def model() -> torch.nn.Module:
     return make_model(served_everywhere(), spread=2.0)
 
 
+@contextmanager
+def running(name: str, model: torch.nn.Module, directory: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    if name not in SERVED:
+        yield ENGINES[name](model, directory)
+        return
+    request.getfixturevalue("ray_local")
+    with replicas(server_spec(model, directory, name=SERVED[name])) as group:
+        yield ServedEngine(group)
+
+
 @pytest.fixture(params=INSTALLED)
-def engine(request: pytest.FixtureRequest, model: torch.nn.Module, tmp_path: Path) -> RolloutEngine:
+def engine(request: pytest.FixtureRequest, model: torch.nn.Module, tmp_path: Path) -> Iterator[RolloutEngine]:
     """An engine that has no weights yet."""
-    return ENGINES[request.param](model, tmp_path)
+    with running(request.param, model, tmp_path, request) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module", params=INSTALLED)
 def used_engine(
     request: pytest.FixtureRequest, model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory
-) -> RolloutEngine:
+) -> Iterator[RolloutEngine]:
     """An engine for all tests that begin with an update; some take seconds to start."""
-    return ENGINES[request.param](model, tmp_path_factory.mktemp(request.param))
+    with running(request.param, model, tmp_path_factory.mktemp("model"), request) as engine:
+        yield engine
 
 
 async def update(
@@ -230,7 +252,8 @@ def test_asleep_it_holds_nothing_and_awake_it_continues(ready: RolloutEngine) ->
     assert ready.memory().kv_cache > 0
     run_blocking(ready.sleep())
     assert ready.memory().kv_cache == 0
-    assert ready.memory().owned_weights == 0
+    if not isinstance(ready, ServedEngine):  # on a CPU, in a process without the trainer, they can be nowhere else
+        assert ready.memory().owned_weights == 0
     with pytest.raises(RolloutError):
         asyncio.run(ready.generate_many(batch))
     run_blocking(ready.wake())

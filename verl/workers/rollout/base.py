@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -179,6 +179,9 @@ class RolloutEngine(ABC):
     #: where requests wait while the engine is paused; ``generate_many`` runs through it
     gate: Gate
 
+    #: where one of the ranks that share the weights serves all requests: it calls this when the others must join in
+    on_round: Callable[[], None] | None = None
+
     @property
     @abstractmethod
     def policy_version(self) -> int:
@@ -220,6 +223,14 @@ class RolloutEngine(ABC):
     async def resume(self) -> None:
         """Go on with the requests that wait."""
         self.gate.open()
+
+    async def join_round(self) -> None:
+        """Serve with the rank that called :attr:`on_round`, until nothing is left.
+
+        Raises:
+            RolloutError: the engine does not split its weights over ranks.
+        """
+        raise RolloutError(f"{type(self).__name__} does not split its weights over ranks")
 
     @abstractmethod
     async def halt(self) -> None:

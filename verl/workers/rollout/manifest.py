@@ -106,8 +106,12 @@ class WeightManifest:
         """Forget what arrived before."""
         self._received = {}
 
-    def accept(self, bucket: Iterable[Named]) -> Iterator[Named]:
+    def accept(self, bucket: Iterable[Named], *, live: bool = True) -> Iterator[Named]:
         """Check weights and pass them on; the second name of a tied weight is left out.
+
+        Args:
+            bucket: names and tensors.
+            live: the tensors stay valid, so that the two of a tied weight can be compared.
 
         Raises:
             WeightSyncError: an unknown name, a wrong shape, or tied weights that differ.
@@ -123,14 +127,15 @@ class WeightManifest:
                 )
             if names in self._received:
                 before = self._received[names]
-                if before.data_ptr() != tensor.data_ptr() and not torch.equal(before.to(tensor), tensor):
+                comparable = before.numel() and before.data_ptr() != tensor.data_ptr()
+                if comparable and not torch.equal(before.to(tensor), tensor):
                     raise WeightSyncError(
                         f"{' and '.join(names)} are tied in the rollout but arrived with different values; check "
                         "tie_word_embeddings of the model configuration"
                     )
                 continue
             # only tied weights are compared later; holding the others would keep every bucket alive
-            self._received[names] = tensor if len(names) > 1 else tensor.new_empty(0)
+            self._received[names] = tensor if live and len(names) > 1 else tensor.new_empty(0)
             yield name, tensor
 
     def end(self) -> None:

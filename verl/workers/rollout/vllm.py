@@ -78,7 +78,8 @@ class VLLMRolloutEngine(RolloutEngine):
     thread and event loop; between steps the loop gets a turn.
 
     With ``rollout.tensor_model_parallel_size`` above 1, ``generate_many`` is collective over the ranks that share the
-    weights: each calls it with its own requests, possibly none, and gets its own completions.
+    weights: each calls it with its own requests, possibly none, and gets its own completions. Where ``on_round`` is
+    set, this rank alone gets requests, whenever they come, and calls the others in by it; its event loop must live on.
 
     vLLM applies min-p before top-p, the built-in engine after it; with both filters set the kept tokens can differ.
 
@@ -162,7 +163,11 @@ class VLLMRolloutEngine(RolloutEngine):
 
     async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Serve requests together, in the order given. Equal prompts share their cache where blocks are full."""
-        return await self.gate.run(self._serve, requests, collective=self._group is not None)
+        return await self.gate.run(self._serve, requests, collective=self._group is not None and self.on_round is None)
+
+    async def join_round(self) -> None:
+        """Serve with the rank that has ``on_round`` until nothing is left; to be called whenever that is."""
+        await self._serve([])
 
     async def _serve(self, requests: list[GenerationRequest]) -> list[Completion]:
         problem: Exception | None = None
@@ -171,7 +176,7 @@ class VLLMRolloutEngine(RolloutEngine):
             for request in requests:
                 self._check_request(request)
         except RolloutError as error:
-            if self._group is None:
+            if self._group is None or self.on_round is not None:
                 raise
             # the other ranks wait for this one: take part without requests, then complain
             problem, requests = error, []
@@ -188,11 +193,13 @@ class VLLMRolloutEngine(RolloutEngine):
             self._tickets[key] = _Ticket(request, call, index)
             self._inbox.append((self._tickets[key], _with_seed(request, key)))
         if self._driver is None or self._driver.done():
+            if self.on_round is not None:
+                self.on_round()
             self._driver = loop.create_task(self._drive())
         try:
             completions = await call.future if requests else []
-            if self._group is not None:  # the other ranks need this one until the last of their requests
-                await asyncio.shield(self._driver)
+            if self._group is not None and self.on_round is None:
+                await asyncio.shield(self._driver)  # the other ranks need this one until the last of their requests
         except asyncio.CancelledError:
             self._unwanted.update(mine)
             raise
@@ -450,7 +457,7 @@ class VLLMRolloutEngine(RolloutEngine):
         if self._next_version is None:
             raise WeightSyncError("weights arrived outside of an update; call begin_update first")
         try:
-            weights = list(self.manifest.accept(bucket))
+            weights = list(self.manifest.accept(bucket, live=live))
             self._rpc("verl_load", weights)
         except BaseException as error:
             self._cancel_update()
