@@ -298,15 +298,17 @@ def long_requests() -> list[GenerationRequest]:
     ]
 
 
-async def turns(count: int) -> None:
-    """Let the engine make about this many tokens."""
+async def turns(engine: RolloutEngine, count: int) -> None:
+    """Let the engine make about this many tokens; a few at least."""
+    if isinstance(engine, ServedEngine):
+        await engine.turns(count)
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 async def interrupted(engine: RolloutEngine, batch: list[GenerationRequest], after: int) -> list[Completion]:
     task = asyncio.create_task(engine.generate_many(batch))
-    await turns(after)
+    await turns(engine, after)
     await engine.abort()
     return await asyncio.wait_for(task, 20)
 
@@ -321,7 +323,7 @@ def assert_same(got: list[Completion], want: list[Completion]) -> None:
 def test_abort_completes_requests_early(ready: RolloutEngine) -> None:
     async def run() -> list[Completion]:
         task = asyncio.create_task(ready.generate_many(long_requests()))
-        await turns(12)
+        await turns(ready, 12)
         await ready.abort(["long-3"])
         return await task
 
@@ -382,10 +384,10 @@ def test_paused_requests_wait_and_go_on_exactly(ready: RolloutEngine, model: tor
 
     async def run() -> list[Completion]:
         task = asyncio.create_task(ready.generate_many(batch))
-        await turns(12)
+        await turns(ready, 12)
         await ready.pause()
         other = asyncio.create_task(ready.generate(late))
-        await turns(30)
+        await turns(ready, 30)
         assert not task.done()
         assert not other.done()
         await ready.sleep()  # nothing is in flight
@@ -403,7 +405,7 @@ def test_weights_may_change_during_a_pause(ready: RolloutEngine) -> None:
 
     async def run() -> Completion:
         task = asyncio.create_task(ready.generate(request))
-        await turns(12)
+        await turns(ready, 12)
         await ready.pause()
         await update(ready, weights_of(other).items(), 11, live=False)
         await ready.resume()
@@ -419,7 +421,7 @@ def test_paused_requests_can_be_aborted(ready: RolloutEngine) -> None:
 
     async def run() -> Completion:
         task = asyncio.create_task(ready.generate(request))
-        await turns(12)
+        await turns(ready, 12)
         await ready.pause()
         await ready.abort(["long"])
         try:

@@ -111,7 +111,8 @@ class ServedEngine(RolloutEngine):
         self.trainer = Trainer()
         self.pad_token_id = group.replicas[0].infos[0].pad_token_id
         self._weights: dict[str, torch.Tensor] = {}
-        self._offered = self._sent = -1
+        self._offered: dict[int, int] = {}  # version here -> version that the test gave
+        self._next = -1
 
     @property
     def health(self) -> ServerHealth:
@@ -121,8 +122,16 @@ class ServedEngine(RolloutEngine):
     def policy_version(self) -> int:
         return self._as_offered(self.health.policy_version)
 
-    def _as_offered(self, version: int) -> int:
-        return self._offered if version == self._sent else version
+    def _as_offered(self, version: int | None) -> Any:
+        return self._offered.get(version, version)
+
+    async def turns(self, count: int) -> None:
+        """Wait until the server works, and then for a few of its steps: it answers between them."""
+        server = self.group.replicas[0].servers[0]
+        while not (await server.health.remote()).in_flight:
+            await asyncio.sleep(0)
+        for _ in range(-(-count // 6)):
+            await server.health.remote()
 
     async def generate(self, request: GenerationRequest) -> Completion:
         return self._seen(await self.client.generate(request))
@@ -131,10 +140,20 @@ class ServedEngine(RolloutEngine):
         return [self._seen(item) for item in await self.client.generate_many(requests)]
 
     def _seen(self, completion: Completion) -> Completion:
-        return replace(completion, policy_version=self._as_offered(completion.policy_version))
+        first, last = map(self._as_offered, (completion.policy_version, completion.last_policy_version))
+        return replace(completion, policy_version=first, last_policy_version=None if last == first else last)
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
         await self.client.abort(None if request_ids is None else list(request_ids))
+
+    async def pause(self) -> None:
+        await asyncio.to_thread(self.group.call, "pause", leaders=True)
+
+    async def resume(self) -> None:
+        await asyncio.to_thread(self.group.call, "resume", leaders=True)
+
+    async def halt(self) -> None:
+        raise NotImplementedError("a server halts its engine when it is paused")
 
     async def sleep(self) -> None:
         await asyncio.to_thread(self.group.call, "sleep")
@@ -143,15 +162,15 @@ class ServedEngine(RolloutEngine):
         await asyncio.to_thread(self.group.call, "wake", tuple(parts))
 
     async def begin_update(self, version: int) -> None:
-        self._weights, self._offered = {}, version
+        self._weights, self._next = {}, version
 
     async def load(self, bucket: Iterable[tuple[str, torch.Tensor]], *, live: bool = True) -> None:
         self._weights.update(bucket)
 
     async def end_update(self) -> None:
-        version = max(self._offered, self.health.policy_version + 1)
+        version = 1000 + len(self._offered)
+        self._offered[version] = self._next
         await asyncio.to_thread(self.trainer.send, self.group.replicas[0].servers, self._weights, version)
-        self._sent = version
 
     async def checksums(self, source: Mapping[str, torch.Tensor] | None = None) -> dict[str, str]:
         (found, *_) = await asyncio.to_thread(self.group.call, "checksums", source)

@@ -102,8 +102,16 @@ class ReplicaGroup:
         """Replicas that are there or may come back."""
         return [replica for replica in self.replicas if replica.lost is None]
 
-    def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+    def call(
+        self, method: str, *args: Any, leaders: bool = False, timeout_s: float | None = None, **kwargs: Any
+    ) -> list[Any]:
         """Call a method on every process of every live replica and return the results.
+
+        Args:
+            method: of :class:`RolloutServer`.
+            args, kwargs: its arguments.
+            leaders: only on the first process of each replica, which ``pause``, ``resume`` and ``abort`` are for.
+            timeout_s: longest wait for all answers; by default that for a start.
 
         Raises:
             RolloutError: a process is gone, or did not answer within the time limit.
@@ -111,7 +119,7 @@ class ReplicaGroup:
         """
         calls = {}
         for replica in self.live:
-            for server in replica.servers:
+            for server in replica.servers[: 1 if leaders else None]:
                 calls[getattr(server, method).remote(*args, **kwargs)] = f"{method}() of replica {replica.index}"
         return wait_for(calls, self.start_timeout_s if timeout_s is None else timeout_s)
 
