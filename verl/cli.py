@@ -23,6 +23,7 @@ class Command:
 COMMANDS = {
     "train": Command("verl.trainer.main_ppo", "reinforcement learning: PPO, GRPO and their relatives"),
     "sft": Command("verl.trainer.main_sft", "supervised fine-tuning"),
+    "preference": Command("verl.trainer.main_preference", "training on pairs of answers: DPO, reward models"),
     "selftest": Command("verl.selftest.main", "check on this machine that numbers do not depend on how work is cut"),
 }
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.config import PPOConfig, SFTConfig, load_config
+from verl.config import PPOConfig, PreferenceConfig, SFTConfig, load_config
 from verl.config.algorithm import ADV_ESTIMATORS, NEEDS_GROUPS, NEEDS_VALUES, POLICY_LOSSES
 from verl.config.base import Config
 from verl.config.keys import ALIASES, UNSUPPORTED, Unsupported, find_unsupported, resolve_alias
@@ -16,7 +16,11 @@ from verl.config.trainer import LOGGERS
 from verl.errors import ConfigError
 
 KNOWN = (Path(__file__).parent / "known_keys.txt").read_text(encoding="utf-8").split()
-ROOTS: dict[str, type[Config]] = {"PPOConfig": PPOConfig, "SFTConfig": SFTConfig}
+ROOTS: dict[str, type[Config]] = {
+    "PPOConfig": PPOConfig,
+    "SFTConfig": SFTConfig,
+    "PreferenceConfig": PreferenceConfig,
+}
 
 
 def fate(root: str, path: str) -> str:

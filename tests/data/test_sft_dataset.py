@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.fixtures.tiny import make_tokenizer
 from verl.config import MultiturnConfig, SFTDataConfig
-from verl.data.sft_dataset import MultiTurnSFTDataset, SFTCollator, SFTDataset, conversation_tokens, create_sft_dataset
+from verl.data.sft_dataset import MultiTurnSFTDataset, SFTCollator, SFTDataset, conversation_tokens, create_examples
 from verl.errors import DataError
 
 CHATML = (
@@ -212,7 +212,7 @@ def test_errors_name_the_row(tmp_path: Path) -> None:
         SFTDataset(path, tokenizer, SFTDataConfig(response_key="answer"))
     with pytest.raises(DataError, match=r"row 0: column 'prompt' has no 'x' inside"):
         SFTDataset(path, tokenizer, SFTDataConfig(prompt_dict_keys=["x"]))[0]
-    assert len(create_sft_dataset(path, tokenizer, SFTDataConfig(), max_samples=0)) == 0
+    assert len(create_examples(SFTDataset, path, tokenizer, SFTDataConfig(), max_samples=0)) == 0
 
 
 def test_collator_lays_the_sequence_out_as_one_response(tmp_path: Path) -> None:

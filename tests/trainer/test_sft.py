@@ -97,7 +97,7 @@ def test_step_and_validation_are_those_of_plain_pytorch(
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
 
-    assert trainer.validate() == pytest.approx(plain_loss(model, tokenizer, rows(7)).item(), rel=1e-5)
+    assert trainer.validate()["val/loss"] == pytest.approx(plain_loss(model, tokenizer, rows(7)).item(), rel=1e-5)
 
     metrics = trainer.train_step(next(iter(trainer.train_loader)))
     loss = plain_loss(model, tokenizer, rows(24)[:8])
@@ -131,7 +131,7 @@ def test_numbers_do_not_depend_on_the_split(
     def losses(**more: Any) -> list[float]:
         trainer = build_trainer(config(tiny_model_dir, files, tmp_path / "run", **more))
         batches = list(trainer.train_loader)
-        return [trainer.train_step(b)["train/loss"] for b in batches] + [trainer.validate()]
+        return [trainer.train_step(b)["train/loss"] for b in batches] + [trainer.validate()["val/loss"]]
 
     assert losses(**split) == pytest.approx(losses(), rel=1e-5)
 
@@ -220,7 +220,7 @@ def test_processes_are_counted_from_the_environment(monkeypatch: pytest.MonkeyPa
     assert main_sft.processes_started([]) == ["trainer.nnodes=2", "trainer.n_gpus_per_node=4"]
     assert main_sft.processes_started(["trainer.nnodes=1"]) == ["trainer.n_gpus_per_node=4"]
     with pytest.raises(ConfigError, match="is 1 processes, but 8 started"):
-        main_sft.check_processes(SFTConfig(trainer=SFTTrainerConfig(n_gpus_per_node=1)))
+        main_sft.check_processes(SFTConfig(trainer=SFTTrainerConfig(n_gpus_per_node=1)), "verl.trainer.main_sft")
 
 
 @pytest.mark.dist

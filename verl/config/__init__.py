@@ -19,9 +19,18 @@ from verl.config.load import load_config
 from verl.config.model import ModelConfig
 from verl.config.optim import OptimConfig
 from verl.config.ppo import PPOConfig, RayKwargsConfig
+from verl.config.preference import PreferenceConfig, PreferenceDataConfig, PreferenceLossConfig
 from verl.config.reward import CustomRewardFunctionConfig, RewardConfig, RewardManagerConfig, RewardModelConfig
 from verl.config.rollout import RolloutConfig, ValKwargsConfig
-from verl.config.sft import MultiturnConfig, SFTConfig, SFTDataConfig, SFTModelConfig, SFTTrainerConfig
+from verl.config.sft import (
+    ExamplesConfig,
+    FineTuningConfig,
+    MultiturnConfig,
+    SFTConfig,
+    SFTDataConfig,
+    SFTModelConfig,
+    SFTTrainerConfig,
+)
 from verl.config.trainer import RunConfig, TrainerConfig
 
 __all__ = [
@@ -34,8 +43,10 @@ __all__ = [
     "CustomClsConfig",
     "CustomRewardFunctionConfig",
     "DataConfig",
+    "ExamplesConfig",
     "FSDPConfig",
     "FilterGroupsConfig",
+    "FineTuningConfig",
     "KLCtrlConfig",
     "MicroBatch",
     "MixedPrecisionConfig",
@@ -44,6 +55,9 @@ __all__ = [
     "OptimConfig",
     "PPOConfig",
     "PolicyLossConfig",
+    "PreferenceConfig",
+    "PreferenceDataConfig",
+    "PreferenceLossConfig",
     "RayKwargsConfig",
     "RefConfig",
     "RewardConfig",

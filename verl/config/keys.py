@@ -65,6 +65,11 @@ SFT_ALIASES: Mapping[str, str] = {
     "data.messages_key": "data.multiturn.messages_key",
 }
 
+PREFERENCE_ALIASES: Mapping[str, str] = {
+    **{other: ours for other, ours in SFT_ALIASES.items() if not ours.startswith("data.multiturn.")},
+    "beta": "loss.beta",
+}
+
 # Spellings of the last part(s) of a key, wherever our key exists.
 OPTIM_ALIASES: Mapping[str, str] = {
     "optim.warmup_style": "optim.lr_scheduler_type",
@@ -84,6 +89,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         },
     },
     "SFTConfig": {**SFT_ALIASES, **OPTIM_ALIASES},
+    "PreferenceConfig": {**PREFERENCE_ALIASES, **OPTIM_ALIASES},
 }
 
 

@@ -1,4 +1,4 @@
-"""The root of a supervised fine-tuning configuration."""
+"""Supervised fine-tuning, and what it shares with other training on a fixed data set."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class MultiturnConfig(Config):
 
 
 @dataclass
-class SFTDataConfig(Config):
-    """Examples for training and validation."""
+class ExamplesConfig(Config):
+    """Examples for training and validation: what every trainer on a fixed data set reads."""
 
     train_files: list[str] = opt([], "Training files, Parquet or JSONL: one path or a list.")
     val_files: list[str] = opt([], "Validation files, Parquet or JSONL: one path or a list; empty = no validation.")
@@ -43,6 +43,25 @@ class SFTDataConfig(Config):
     )
     max_token_len_per_gpu: int = opt(8192, "Tokens per rank in one pass with use_dynamic_bsz.", ge=1)
     max_length: int = opt(1024, "Longest example, in tokens.", ge=1)
+    apply_chat_template_kwargs: dict[str, Any] = opt({}, "Keyword arguments of the tokenizer's chat template.")
+    custom_cls: CustomClsConfig = section(CustomClsConfig, "A dataset class of the user.")
+    shuffle: bool = opt(True, "Shuffle the examples in every epoch.")
+    seed: int | None = opt(None, "Seed of the shuffling; not given = derived from trainer.seed.")
+    train_max_samples: int = opt(-1, "Use only this many training examples; -1 = all.", ge=-1)
+    val_max_samples: int = opt(-1, "Use only this many validation examples; -1 = all.", ge=-1)
+    dataloader_num_workers: int = opt(0, "Processes that read examples; 0 = in the trainer.", ge=0)
+
+    def micro_batch(self) -> MicroBatch:
+        """Return how a rank's batch is split."""
+        if self.use_dynamic_bsz:
+            return MicroBatch(None, self.max_token_len_per_gpu)
+        return MicroBatch(self.micro_batch_size_per_gpu, None)
+
+
+@dataclass
+class SFTDataConfig(ExamplesConfig):
+    """Examples for training and validation."""
+
     truncation: str = opt(
         "error",
         "What an example longer than max_length means: an error, or where to cut.",
@@ -58,19 +77,6 @@ class SFTDataConfig(Config):
     prompt_dict_keys: list[str] = opt([], "Keys to follow inside prompt_key's value, for example [question].")
     response_dict_keys: list[str] = opt([], "Keys to follow inside response_key's value, for example [answer].")
     multiturn: MultiturnConfig = section(MultiturnConfig, "Rows that hold whole conversations.")
-    apply_chat_template_kwargs: dict[str, Any] = opt({}, "Keyword arguments of the tokenizer's chat template.")
-    custom_cls: CustomClsConfig = section(CustomClsConfig, "A dataset class of the user.")
-    shuffle: bool = opt(True, "Shuffle the examples in every epoch.")
-    seed: int | None = opt(None, "Seed of the shuffling; not given = derived from trainer.seed.")
-    train_max_samples: int = opt(-1, "Use only this many training examples; -1 = all.", ge=-1)
-    val_max_samples: int = opt(-1, "Use only this many validation examples; -1 = all.", ge=-1)
-    dataloader_num_workers: int = opt(0, "Processes that read examples; 0 = in the trainer.", ge=0)
-
-    def micro_batch(self) -> MicroBatch:
-        """Return how a rank's batch is split."""
-        if self.use_dynamic_bsz:
-            return MicroBatch(None, self.max_token_len_per_gpu)
-        return MicroBatch(self.micro_batch_size_per_gpu, None)
 
 
 @dataclass
@@ -102,10 +108,10 @@ class SFTTrainerConfig(RunConfig):
 
 
 @dataclass
-class SFTConfig(Config):
-    """Everything that supervised fine-tuning reads."""
+class FineTuningConfig(Config):
+    """A run on a fixed data set; its kinds differ in the rows that they read and in the loss."""
 
-    data: SFTDataConfig = section(SFTDataConfig, "Examples for training and validation.")
+    data: ExamplesConfig = section(ExamplesConfig, "Examples for training and validation.")
     model: SFTModelConfig = section(SFTModelConfig, "The model to tune and its engine.")
     optim: OptimConfig = section(
         OptimConfig, "Optimizer.", lr=1e-5, betas=[0.9, 0.95], lr_scheduler_type="cosine", lr_warmup_steps_ratio=0.1
@@ -167,3 +173,10 @@ class SFTConfig(Config):
         resume = self.trainer.resume_from_path
         bad.append(missing_file(f"trainer.resume_from_path={resume}", resume, directory=True))
         raise_problems("files that the configuration names are missing", bad)
+
+
+@dataclass
+class SFTConfig(FineTuningConfig):
+    """Everything that supervised fine-tuning reads."""
+
+    data: SFTDataConfig = section(SFTDataConfig, "Examples for training and validation.")

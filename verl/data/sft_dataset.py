@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import Dataset, Subset
 
-from verl.config import SFTDataConfig
+from verl.config import ExamplesConfig, SFTDataConfig
 from verl.data.chat import Message, as_messages, encode, render
 from verl.data.files import Row, Rows
 from verl.errors import ConfigError, DataError
@@ -64,7 +64,6 @@ class SFTDataset(Dataset):
         self.multiturn = self.multiturn or self.config.multiturn.enable
         keys = [self.config.prompt_key, self.config.response_key]
         self.rows = Rows(data_files, required=[self.config.multiturn.messages_key] if self.multiturn else keys)
-        self._has_template = bool(getattr(tokenizer, "chat_template", None))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -90,18 +89,7 @@ class SFTDataset(Dataset):
             )
         prompt = _follow(row, self.config.prompt_key, self.config.prompt_dict_keys)
         response = _follow(row, self.config.response_key, self.config.response_dict_keys)
-        if not isinstance(response, str):
-            raise DataError(f"the response is {type(response).__name__}; expected text")
-        if isinstance(prompt, str) and not self._has_template:
-            return self._plain_tokens(prompt, response)
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else as_messages(prompt)
-        messages.append({"role": "assistant", "content": response})
-        return conversation_tokens(self.tokenizer, messages, None, self.template_kwargs, only_last=True)
-
-    def _plain_tokens(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
-        before = encode(self.tokenizer, prompt)
-        after = [*encode(self.tokenizer, response), self.tokenizer.eos_token_id]
-        return before + after, [0] * len(before) + [1] * len(after)
+        return answer_tokens(self.tokenizer, prompt, response, self.template_kwargs)
 
     def _truncated(self, token_ids: list[int], loss_mask: list[int]) -> tuple[list[int], list[int]]:
         limit, mode = self.config.max_length, self.config.truncation
@@ -121,6 +109,27 @@ class MultiTurnSFTDataset(SFTDataset):
     """An :class:`SFTDataset` whose rows are conversations, whatever ``multiturn.enable`` says."""
 
     multiturn = True
+
+
+def answer_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Any,
+    answer: Any,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[list[int], list[int]]:
+    """Token ids of a prompt, text or chat messages, with its answer, and the mask of the answer's tokens.
+
+    Raises:
+        DataError: the answer is not text, or the prompt is neither text nor messages.
+    """
+    if not isinstance(answer, str):
+        raise DataError(f"the response is {type(answer).__name__}; expected text")
+    if isinstance(prompt, str) and not getattr(tokenizer, "chat_template", None):
+        before, after = encode(tokenizer, prompt), [*encode(tokenizer, answer), tokenizer.eos_token_id]
+        return before + after, [0] * len(before) + [1] * len(after)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else as_messages(prompt)
+    messages.append({"role": "assistant", "content": answer})
+    return conversation_tokens(tokenizer, messages, None, template_kwargs, only_last=True)
 
 
 def conversation_tokens(
@@ -285,15 +294,19 @@ def as_sft_data_config(config: SFTDataConfig | Mapping[str, Any]) -> SFTDataConf
         raise ConfigError(f"data section: {error}") from error
 
 
-def create_sft_dataset(
-    data_files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig, max_samples: int = -1
+def create_examples(
+    default: type[Dataset],
+    data_files: str | Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    config: ExamplesConfig,
+    max_samples: int = -1,
 ) -> Dataset:
-    """The data set that the configuration asks for: ours, or the user's class with the same constructor.
+    """The data set that the configuration asks for: ``default``, or the user's class with the same constructor.
 
     Raises:
         ConfigError: ``data.custom_cls`` names something that is not a ``torch.utils.data.Dataset``.
     """
-    cls: Any = SFTDataset
+    cls: Any = default
     if config.custom_cls.path:
         cls = load_object(config.custom_cls.path, config.custom_cls.name or "")
         if not (isinstance(cls, type) and issubclass(cls, Dataset)):

@@ -6,16 +6,18 @@ import dataclasses
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import Dataset
 
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.state import TRAINER_STATE, load_state
 from verl.data.loader import ResumableDataLoader, create_dataloader
-from verl.data.sft_dataset import SFTCollator, create_sft_dataset
+from verl.data.sft_dataset import SFTCollator, SFTDataset, create_examples
 from verl.trainer.sft_saving import SFTSaver
 from verl.utils.distributed import all_reduce_numbers, barrier, get_rank, get_world_size, init_process_group
 from verl.utils.metrics import MetricSet
@@ -29,11 +31,12 @@ from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.losses import sft_loss
 
 if TYPE_CHECKING:
-    from verl.config import SFTConfig
+    from verl.config import FineTuningConfig, SFTConfig
 
 logger = logging.getLogger(__name__)
 
 Batch = Mapping[str, torch.Tensor]
+Collate = Callable[[list[Any]], Batch]
 EXPORT_DIR = "huggingface"
 
 
@@ -57,7 +60,7 @@ class SFTTrainer:
     def __init__(
         self,
         *,
-        config: SFTConfig,
+        config: FineTuningConfig,
         engine: TrainEngine,
         train_loader: ResumableDataLoader,
         val_loader: ResumableDataLoader | None,
@@ -73,7 +76,7 @@ class SFTTrainer:
         self.total_steps = total_steps
         self.tracker = tracker
         self.micro = MicroBatching(*config.data.micro_batch())
-        self.loss = sft_loss()
+        self.loss: Any = sft_loss()
         self.step = 0
         self.stopped = False  # before the last step, to be started again
         self.watch = watch or StopWatch()
@@ -90,7 +93,7 @@ class SFTTrainer:
                 metrics = self.train_step(batch)
             if self.val_loader is not None and self._due(self.config.trainer.test_freq):
                 with timer("testing"):
-                    metrics["val/loss"] = self.validate()
+                    metrics |= self.validate()
             self.stopped = self._should_stop(sum(timer.seconds.values()))
             if self._due(self.config.trainer.save_freq):
                 with timer("save_checkpoint"):
@@ -121,8 +124,8 @@ class SFTTrainer:
         metrics["train/tokens"] = tokens / self.engine.layout.sp_size  # which all count the same rows
         return metrics
 
-    def validate(self) -> float:
-        """Mean negative log-likelihood of the wanted validation tokens, over all ranks."""
+    def validate(self) -> dict[str, float]:
+        """``val/loss``, the mean negative log-likelihood of the wanted validation tokens, over all ranks."""
         assert self.val_loader is not None
         total = tokens = 0.0
         for batch in self.val_loader:
@@ -131,7 +134,7 @@ class SFTTrainer:
             total -= float(torch.where(mask, log_probs, 0.0).double().sum())
             tokens += float(mask.sum())
         total, tokens = all_reduce_numbers([total, tokens])
-        return total / tokens if tokens else 0.0
+        return {"val/loss": total / tokens if tokens else 0.0}
 
     @property
     def epoch(self) -> float:
@@ -191,8 +194,33 @@ class SFTTrainer:
         return final
 
 
-def build_trainer(config: SFTConfig) -> SFTTrainer:
-    """Everything that a run needs, from its configuration; joins the process group that ``torchrun`` describes."""
+@dataclass(frozen=True)
+class Parts:
+    """What a trainer on a fixed data set is made of, whatever its rows and its loss."""
+
+    device: torch.device
+    train_loader: ResumableDataLoader
+    val_loader: ResumableDataLoader | None
+    total_steps: int
+    tracker: Tracking | None
+    checkpoints: CheckpointManager | None
+    watch: StopWatch
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """The arguments that every trainer takes."""
+        names = ("train_loader", "val_loader", "total_steps", "tracker", "checkpoints", "watch")
+        return {name: getattr(self, name) for name in names}
+
+
+def build_parts(config: FineTuningConfig, dataset: type[Dataset], collator: Callable[[int], Collate]) -> Parts:
+    """Data, trackers and checkpoints of a run; joins the process group that ``torchrun`` describes.
+
+    Args:
+        config: the whole configuration.
+        dataset: class of the rows, unless the user names one.
+        collator: from the id of the padding token to the collate function.
+    """
     config.check_files()
     device = init_process_group(config.trainer.device, timeout_s=config.trainer.nccl_timeout)
     rank, world = get_rank(), get_world_size()
@@ -201,50 +229,28 @@ def build_trainer(config: SFTConfig) -> SFTTrainer:
 
     data = config.data
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.trust_remote_code)
-    padded = data.pad_mode == "right"
     sequence = config.model.fsdp_config.ulysses_sequence_parallel_size
-    collate = SFTCollator(tokenizer.pad_token_id, data.max_length if padded else None)
     seed = derive_seed(config.trainer.seed, "data") if data.seed is None else data.seed
 
     def loader(files: list[str], limit: int, *, train: bool) -> ResumableDataLoader:
         return create_dataloader(
-            create_sft_dataset(files, tokenizer, data, limit),
+            create_examples(dataset, files, tokenizer, data, limit),
             data,
             batch_size=data.train_batch_size,
             shuffle=data.shuffle and train,
             seed=seed,
             drop_last=train,
-            collate=collate,
+            collate=collator(tokenizer.pad_token_id),
             rank=rank // sequence,  # ranks that share sequences read the same rows
             world_size=world // sequence,
         )
 
     train_loader = loader(data.train_files, data.train_max_samples, train=True)
-    val_loader = loader(data.val_files, data.val_max_samples, train=False) if data.val_files else None
     total_steps = config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs
-
-    engine = FSDPEngine(
-        dataclasses.replace(config.model, use_remove_padding=config.model.use_remove_padding and not padded),
-        config.model.fsdp_config,
-        dataclasses.replace(config.optim, total_training_steps=config.optim.total_training_steps or total_steps),
-        head="lm",
+    return Parts(
         device=device,
-        checkpoint_config=config.trainer.checkpoint,
-        seed=config.trainer.seed,
-    )
-    started = time.perf_counter()
-    engine.build()
-    logger.info(
-        "model built in %.1f s; %d steps of %d examples",
-        time.perf_counter() - started,
-        total_steps,
-        data.train_batch_size,
-    )
-    return SFTTrainer(
-        config=config,
-        engine=engine,
         train_loader=train_loader,
-        val_loader=val_loader,
+        val_loader=loader(data.val_files, data.val_max_samples, train=False) if data.val_files else None,
         total_steps=total_steps,
         tracker=_tracker(config, total_steps, _run_ids(config, checkpoints)) if checkpoints is not None else None,
         checkpoints=checkpoints,
@@ -252,7 +258,37 @@ def build_trainer(config: SFTConfig) -> SFTTrainer:
     )
 
 
-def _run_ids(config: SFTConfig, checkpoints: CheckpointManager) -> dict[str, str]:
+def build_engine(
+    config: FineTuningConfig, parts: Parts, *, head: str = "lm", padded: bool = False, trained: bool = True
+) -> FSDPEngine:
+    """A built engine for the run's model, with the optimizer unless it is only evaluated."""
+    horizon = config.optim.total_training_steps or parts.total_steps
+    engine = FSDPEngine(
+        dataclasses.replace(config.model, use_remove_padding=config.model.use_remove_padding and not padded),
+        config.model.fsdp_config,
+        dataclasses.replace(config.optim, total_training_steps=horizon) if trained else None,
+        head=head,
+        device=parts.device,
+        checkpoint_config=config.trainer.checkpoint,
+        seed=config.trainer.seed,
+    )
+    started = time.perf_counter()
+    engine.build()
+    logger.info("model built in %.1f s", time.perf_counter() - started)
+    return engine
+
+
+def build_trainer(config: SFTConfig) -> SFTTrainer:
+    """Everything that a run needs, from its configuration; joins the process group that ``torchrun`` describes."""
+    padded = config.data.pad_mode == "right"
+    length = config.data.max_length if padded else None
+    parts = build_parts(config, SFTDataset, lambda pad: SFTCollator(pad, length))
+    engine = build_engine(config, parts, padded=padded)
+    logger.info("%d steps of %d examples", parts.total_steps, config.data.train_batch_size)
+    return SFTTrainer(config=config, engine=engine, **parts.run)
+
+
+def _run_ids(config: FineTuningConfig, checkpoints: CheckpointManager) -> dict[str, str]:
     """Ids under which trackers know the run that is continued."""
     found = checkpoints.find(config.trainer.resume_mode, config.trainer.resume_from_path)
     if found is None or found.parent != checkpoints.root:
@@ -260,7 +296,7 @@ def _run_ids(config: SFTConfig, checkpoints: CheckpointManager) -> dict[str, str
     return load_state(found / TRAINER_STATE).get("tracker", {})
 
 
-def _tracker(config: SFTConfig, total_steps: int, run_ids: dict[str, str]) -> Tracking:
+def _tracker(config: FineTuningConfig, total_steps: int, run_ids: dict[str, str]) -> Tracking:
     from verl.config import to_dict
 
     trainer = config.trainer
@@ -281,7 +317,11 @@ def run_sft(config: SFTConfig) -> dict[str, float] | None:
     Returns:
         The last step's metrics; None if the run saved and ended before its last step.
     """
-    trainer = build_trainer(config)
+    return run(build_trainer(config))
+
+
+def run(trainer: SFTTrainer) -> dict[str, float] | None:
+    """:func:`run_sft` for a trainer that is built."""
     try:
         with trainer.watch:
             metrics = trainer.fit()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from verl.algorithms.aggregate import agg_loss, keep_masked, masked_mean
 from verl.algorithms.kl import check_kl_penalty, kl_penalty
+from verl.algorithms.preference import dpo_losses, pairwise_reward_losses
 from verl.algorithms.prime import implicit_reward_loss
 from verl.algorithms.registry import MetricValue, PolicyLossFn, get_policy_loss_fn, loss_fields, prepare_loss_fields
 from verl.algorithms.value_loss import compute_value_loss
@@ -28,7 +29,7 @@ from verl.errors import ConfigError
 from verl.utils.metrics import Metric, MetricSet
 
 if TYPE_CHECKING:
-    from verl.config import ActorConfig, CriticConfig, RewardModelConfig
+    from verl.config import ActorConfig, CriticConfig, PreferenceLossConfig, RewardModelConfig
     from verl.workers.engine.base import GlobalBatchInfo
 
 Batch: TypeAlias = TensorDict | Mapping[str, Tensor]
@@ -266,3 +267,70 @@ class SFTLoss:
 def sft_loss() -> SFTLoss:
     """Build the supervised loss; ``info.batch_num_tokens`` must count the same mask."""
     return SFTLoss()
+
+
+def _pairs(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Split rows into those of chosen and those of rejected answers, which follow each other in turn."""
+    return values[0::2], values[1::2]
+
+
+def _pair_metrics(losses: Tensor, scores: tuple[Tensor, Tensor], info: GlobalBatchInfo) -> tuple[Tensor, MetricSet]:
+    """Mean loss over the pairs of the mini-batch, and how well the pairs are told apart."""
+    chosen, rejected = scores
+    pairs, everywhere = len(losses), max(info.global_batch_size // 2, 1)
+    total = losses.sum() / everywhere
+    means = {
+        "train/accuracy": (chosen > rejected).double().mean(),
+        "train/margin": (chosen - rejected).double().mean(),
+        "train/chosen_score": chosen.double().mean(),
+        "train/rejected_score": rejected.double().mean(),
+    }
+    numbers = torch.stack([losses.detach().double().sum(), *means.values()]).tolist()
+    metrics = MetricSet({name: Metric("mean", n * pairs, pairs) for name, n in zip(means, numbers[1:], strict=True)})
+    metrics["train/loss"] = Metric("mean", numbers[0] / everywhere, pairs / everywhere)
+    return total * info.dp_size, metrics
+
+
+@dataclass(frozen=True)
+class DPOLoss:
+    """Direct preference optimisation over rows that alternate chosen, rejected, chosen, ...."""
+
+    config: PreferenceLossConfig
+    want: frozenset[str] = frozenset({"log_probs"})
+    fields: frozenset[str] = frozenset({"response_mask", "ref_log_prob"})
+    optional_fields: frozenset[str] = frozenset()
+
+    def __call__(self, outputs: Mapping[str, Tensor], batch: Batch, info: GlobalBatchInfo) -> tuple[Tensor, MetricSet]:
+        """Mean over pairs; scores are the implicit rewards."""
+        mask, config = batch["response_mask"], self.config
+        chosen, rejected = _pairs(keep_masked(outputs["log_probs"], mask).sum(-1))
+        ref_chosen, ref_rejected = _pairs(keep_masked(batch["ref_log_prob"], mask).sum(-1))
+        losses, better, worse = dpo_losses(
+            chosen,
+            rejected,
+            ref_chosen,
+            ref_rejected,
+            beta=config.beta,
+            loss_type=config.loss_type,
+            label_smoothing=config.label_smoothing,
+        )
+        return _pair_metrics(losses, (better, worse), info)
+
+
+@dataclass(frozen=True)
+class PairwiseRewardLoss:
+    """Bradley-Terry loss of a reward model over rows that alternate chosen, rejected, chosen, ...."""
+
+    config: PreferenceLossConfig
+    want: frozenset[str] = frozenset({"scores"})
+    fields: frozenset[str] = frozenset()
+    optional_fields: frozenset[str] = frozenset({"margin"})
+
+    def __call__(self, outputs: Mapping[str, Tensor], batch: Batch, info: GlobalBatchInfo) -> tuple[Tensor, MetricSet]:
+        """Mean over pairs; ``margin`` (B,) is that of the pair, on both of its rows."""
+        chosen, rejected = _pairs(outputs["scores"])
+        margin = batch.get("margin", None)
+        losses = pairwise_reward_losses(
+            chosen, rejected, None if margin is None else margin[0::2], center_coef=self.config.center_coef
+        )
+        return _pair_metrics(losses, (chosen.detach(), rejected.detach()), info)

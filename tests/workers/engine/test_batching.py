@@ -32,6 +32,17 @@ def test_token_budget_is_kept_and_balanced() -> None:
     assert sorted(sizes) == [14, 15, 15]
 
 
+def test_rows_of_a_unit_stay_together() -> None:
+    batch = make_batch([2, 2, 9, 2, 2, 2], [2, 2, 2, 2, 2, 2])  # units of 8, 15 and 8 tokens
+    plan = plan_batch(as_tensordict(batch), MicroBatching(max_tokens=16, unit=2))
+    assert sorted(plan.parts) == [[0, 1, 4, 5], [2, 3]]
+    assert plan_batch(as_tensordict(batch), MicroBatching(size=4, unit=2)).parts == [[0, 1, 2, 3], [4, 5]]
+    with pytest.raises(ConfigError, match="size=3 must be a multiple of the 2 rows"):
+        MicroBatching(size=3, unit=2)
+    with pytest.raises(SchemaError, match="5 rows are no whole number of units of 2"):
+        plan_batch(as_tensordict({name: value[:5] for name, value in batch.items()}), MicroBatching(unit=2))
+
+
 def test_rows_of_one_prompt_stay_together_and_count_it_once() -> None:
     batch = make_batch([20] * 4 + [20] * 4, [3] * 8, equal_prompts_of=4)
     order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # shuffled

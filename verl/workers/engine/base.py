@@ -48,10 +48,12 @@ class MicroBatching:
         size: rows per micro-batch.
         max_tokens: tokens per micro-batch and rank, padding not counted; rows are regrouped so that micro-batches are
             even. Ranks that share sequences hold their sum together.
+        unit: this many neighbouring rows stay together, for losses that compare rows with each other.
     """
 
     size: int | None = None
     max_tokens: int | None = None
+    unit: int = 1
 
     def __post_init__(self) -> None:
         if self.size is not None and self.max_tokens is not None:
@@ -59,6 +61,8 @@ class MicroBatching:
         for name, value in (("size", self.size), ("max_tokens", self.max_tokens)):
             if value is not None and value < 1:
                 raise ConfigError(f"micro-batch {name}={value} must be at least 1")
+        if self.unit < 1 or (self.size is not None and self.size % self.unit):
+            raise ConfigError(f"micro-batch size={self.size} must be a multiple of the {self.unit} rows of a unit")
 
 
 @dataclass(frozen=True)

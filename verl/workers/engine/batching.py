@@ -75,9 +75,12 @@ def plan_batch(
 
     Raises:
         DataError: a row has more tokens than ``micro.max_tokens``. Raised on every rank, so that none waits.
+        SchemaError: the rows are no whole number of units.
     """
     response_mask = batch["response_mask"] != 0
     rows = int(response_mask.shape[0])
+    if rows % micro.unit:
+        raise SchemaError(f"{rows} rows are no whole number of units of {micro.unit} rows")
     tokens = int(response_mask.sum())
     active = int(response_mask.any(-1).sum()) if rows else 0
     parts: list[list[int]] = []
@@ -85,7 +88,10 @@ def plan_batch(
     if micro.max_tokens is not None:
         lengths = (batch["attention_mask"] != 0).sum(-1).tolist()
         try:
-            parts = _plan_tokens(batch, lengths, micro.max_tokens, share_prompts)
+            if micro.unit > 1:
+                parts = _plan_units(lengths, micro.max_tokens, micro.unit)
+            else:
+                parts = _plan_tokens(batch, lengths, micro.max_tokens, share_prompts)
         except ValueError as error:
             problem = str(error)
     else:
@@ -139,6 +145,12 @@ def _plan_tokens(batch: TensorDict, lengths: list[int], max_tokens: int, share_p
         if whole > max_tokens and not sharing_pays(whole - sum(costs[unit] for unit in part), whole):
             return plan_micro_batches(lengths, max_tokens)  # this part would run unshared and burst the budget
     return [sorted(row for unit in part for row in units[unit]) for part in plan]
+
+
+def _plan_units(lengths: list[int], max_tokens: int, unit: int) -> list[list[int]]:
+    """The same for rows of which ``unit`` neighbours stay together; prompts that they share are not discounted."""
+    costs = [sum(lengths[start : start + unit]) for start in range(0, len(lengths), unit)]
+    return [[n * unit + k for n in part for k in range(unit)] for part in plan_micro_batches(costs, max_tokens)]
 
 
 def take_rows(batch: TensorDict, part: list[int], rows: int) -> TensorDict:
