@@ -14,7 +14,7 @@ from verl.errors import CheckpointError, DataError
 from verl.utils.seeding import derive_seed
 
 if TYPE_CHECKING:
-    from verl.config import DataConfig, SFTDataConfig
+    from verl.config import DataConfig, ExamplesConfig
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class ResumableDataLoader(DataLoader):
 
 def create_dataloader(
     dataset: Dataset,
-    config: DataConfig | SFTDataConfig,
+    config: DataConfig | ExamplesConfig,
     *,
     batch_size: int,
     shuffle: bool,
