@@ -9,6 +9,7 @@ from tensordict import TensorDict
 
 from verl.data.preference_dataset import PreferenceCollator, PreferenceDataset
 from verl.trainer.sft_trainer import Batch, SFTTrainer, build_engine, build_parts, run
+from verl.utils.distributed import get_world_size
 from verl.utils.metrics import MetricSet, mmean
 from verl.workers.engine.base import GlobalBatchInfo, MicroBatching, TrainEngine
 from verl.workers.engine.batching import reduce_metrics
@@ -62,7 +63,8 @@ class PreferenceTrainer(SFTTrainer):
                 # its weight is a share of this call's pairs; between batches the number of pairs counts
                 metrics["train/loss"] = mmean(metrics["train/loss"].value * count / 2, count / 2)
                 pieces.append(metrics)
-        joined: MetricSet = reduce_metrics(pieces, dp_size=self.engine.layout.dp_size)
+        # over all ranks: those that share sequences count the same rows, which changes no mean
+        joined: MetricSet = reduce_metrics(pieces, dp_size=get_world_size())
         return {name.replace("train/", "val/"): value for name, value in joined.values_by_name().items()}
 
     def _with_reference(self, batch: Batch) -> Batch:
