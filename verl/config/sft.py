@@ -146,11 +146,6 @@ class FineTuningConfig(Config):
             world=world // sequence,
         )
         yield from sequence_problems("model.fsdp_config", sequence, world, "model", self.model.use_remove_padding)
-        if sequence > 1 and data.pad_mode == "right":
-            yield (
-                f"model.fsdp_config.ulysses_sequence_parallel_size={sequence}: shares the tokens of packed rows, so "
-                "data.pad_mode='right' does not go with it; use pad_mode=no_padding"
-            )
         tokens = data.micro_batch().max_tokens
         budget = None if tokens is None else tokens * sequence
         yield from token_problems([("data.max_token_len_per_gpu", budget)], data.max_length, "data.max_length")
@@ -180,3 +175,12 @@ class SFTConfig(FineTuningConfig):
     """Everything that supervised fine-tuning reads."""
 
     data: SFTDataConfig = section(SFTDataConfig, "Examples for training and validation.")
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        sequence = self.model.fsdp_config.ulysses_sequence_parallel_size
+        if sequence > 1 and self.data.pad_mode == "right":
+            yield (
+                f"model.fsdp_config.ulysses_sequence_parallel_size={sequence}: shares the tokens of packed rows, so "
+                "data.pad_mode='right' does not go with it; use pad_mode=no_padding"
+            )

@@ -10,12 +10,12 @@ from verl.trainer.main_sft import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line: exit code 0 when done, 2 for a bad configuration or bad input, 1 for a failed run."""
+    """Command line; exit codes as of ``main_sft``."""
 
-    def run(config: PreferenceConfig) -> None:
+    def run(config: PreferenceConfig) -> dict[str, float] | None:
         from verl.trainer.preference_trainer import run_preference
 
-        run_preference(config)
+        return run_preference(config)
 
     return run_command(PreferenceConfig, "preference_trainer", run, argv, module="verl.trainer.main_preference")
 

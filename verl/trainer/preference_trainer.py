@@ -88,6 +88,6 @@ def build_trainer(config: PreferenceConfig) -> PreferenceTrainer:
     return PreferenceTrainer(config=config, engine=engine, reference=reference, **parts.run)
 
 
-def run_preference(config: PreferenceConfig) -> dict[str, float]:
-    """Build the trainer, train, close the trackers; returns the last step's metrics."""
+def run_preference(config: PreferenceConfig) -> dict[str, float] | None:
+    """Build the trainer, train, close the trackers; returns what :func:`verl.trainer.sft_trainer.run_sft` does."""
     return run(build_trainer(config))
