@@ -1,11 +1,14 @@
 """How fast a batch travels through Ray as a ``DataProto``, against the same tensors pickled by torch.
 
 Both ways alternate within one run and each round gives one ratio, so a busy machine slows both alike. Timed are
-putting the batch into the object store, the way from the controller to a worker's method, and the way back.
+putting the batch into the object store, the way from the controller to a worker's method, and the way back. Counted
+are the bytes that the controller puts into the store in a step of PPO with a reference and a critic, against a step
+that sends the whole batch to every stage.
 
     python benchmarks/bench_dispatch.py [--megabytes 64] [--rounds 7]
 
-Prints one JSON line: the medians of the ratios (above 1: ``DataProto`` is faster) and of the rates in GB/s.
+Prints one JSON line: the medians of the ratios (above 1: ``DataProto`` is faster), of the rates in GB/s, and
+``ratio_step_bytes``, how many times less a step sends.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ import ray
 import torch
 
 from verl import DataProto
+from verl.single_controller.ray.fields import FieldStore
+from verl.trainer.ppo.fields import stage_batch
 
 #: rounds that are not counted: they open the store and touch its pages for the first time
 WARM_UP = 3
@@ -59,6 +64,49 @@ class Peer:
 
     def give_tensors(self) -> dict[str, torch.Tensor]:
         return self.tensors
+
+
+#: rows, prompt and response tokens of the step whose bytes are counted
+STEP = (512, 256, 768)
+#: after which stage which fields are there, and which it reads besides those of the sequences
+STAGES = (
+    ("log_prob", ("old_log_probs", "entropys")),
+    ("log_prob", ("ref_log_prob",)),
+    ("values", ("values",)),
+    ("update_critic", ()),
+    ("update_actor", ()),
+)
+
+
+def step_bytes() -> dict[str, int]:
+    """Bytes that a step puts: all fields for every stage, or what a stage reads and has not been put before."""
+    rows, prompt, response = STEP
+    mask = (torch.arange(response) < torch.randint(1, response + 1, (rows, 1))).long()
+    attention = torch.cat([torch.ones(rows, prompt, dtype=torch.int64), mask], 1)
+    ids = torch.randint(0, 150_000, (rows, prompt + response))
+    tensors = {
+        "prompts": ids[:, :prompt].clone(),
+        "responses": ids[:, prompt:].clone(),
+        "input_ids": ids,
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(1) - 1).clamp_(min=0),
+        "response_mask": mask,
+        **{name: torch.rand(rows, response) for name in ("rollout_log_probs", "token_level_scores")},
+    }
+    batch, store, everything = DataProto.from_dict(tensors), FieldStore(), 0
+    for stage, made in STAGES:
+        if stage == "update_critic":
+            later = ("token_level_rewards", "advantages", "returns")
+            batch = batch.union(DataProto.from_dict({name: torch.rand(rows, response) for name in later}))
+        everything += sum(value.numel() * value.element_size() for value in batch.batch.values())
+        for half in stage_batch(batch, stage).chunk(2):
+            store.place(half)
+        if made:
+            parts = [DataProto.from_dict({name: torch.rand(rows // 2, response) for name in made}) for _ in range(2)]
+            result = DataProto.concat(parts)
+            store.remember_results(result, parts, [ray.put(part) for part in parts])
+            batch = batch.union(result)
+    return {"step_bytes_all_fields": everything, "step_bytes": store.traffic.sent_bytes}
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -105,6 +153,8 @@ def main() -> None:
         result[f"ratio_{direction}"] = round(statistics.median(ratios), 2)
         result[f"gb_per_s_{direction}"] = round(size / 1e9 / statistics.median(ours), 2)
         result[f"torch_gb_per_s_{direction}"] = round(size / 1e9 / statistics.median(theirs), 2)
+    counted = step_bytes()
+    result |= {**counted, "ratio_step_bytes": round(counted["step_bytes_all_fields"] / counted["step_bytes"], 2)}
     ray.shutdown()
     print(json.dumps(result))
 

@@ -14,7 +14,7 @@ B, P, R = 2, 3, 4
 
 
 def full_batch() -> DataProto:
-    """Every tensor that a PPO step with a critic and a reference makes."""
+    """Every tensor that a step with a critic, a reference and a process reward model makes."""
     responses = ("token_level_scores", "token_level_rewards", "old_log_probs", "entropys", "ref_log_prob")
     tensors = {name: torch.zeros(B, R) for name in (*responses, "values", "advantages", "returns", "rollout_log_probs")}
     tensors |= {
@@ -26,8 +26,11 @@ def full_batch() -> DataProto:
         "response_mask": torch.ones(B, R, dtype=torch.int64),
         "policy_version": torch.zeros(B, 2, dtype=torch.int32),
         "reward_baselines": torch.zeros(B),
+        "rm_ref_log_prob": torch.zeros(B, R),
+        "outcomes": torch.zeros(B),
     }
-    return DataProto.from_dict(tensors, {"uid": ["a", "b"], "data_source": ["d", "d"], "reward_model": [{}, {}]})
+    objects = {"uid": ["a", "b"], "data_source": ["d", "d"], "reward_model": [{}, {}], "raw_prompt": [[], []]}
+    return DataProto.from_dict(tensors, objects)
 
 
 def problems_of(batch: object, stage: str, **kwargs: object) -> list[str]:
@@ -42,8 +45,9 @@ def problems_of(batch: object, stage: str, **kwargs: object) -> list[str]:
 def test_a_full_batch_fits_every_stage(stage):
     batch = full_batch()
     assert check_batch(batch, stage) is batch
-    assert check_batch(batch.batch, stage) is batch.batch
-    mapping = dict(batch.batch.items())
+    if "raw_prompt" not in STAGES[stage]:
+        assert check_batch(batch.batch, stage) is batch.batch
+    mapping = {**dict(batch.batch.items()), **batch.non_tensor_batch}
     assert check_batch(mapping, stage) is mapping
 
 

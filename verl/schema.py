@@ -172,19 +172,22 @@ FIELDS: Mapping[str, Field] = {field.name: field for field in _TABLE}
 
 _SEQUENCE = ("input_ids", "attention_mask", "position_ids")
 _ROLLOUT = ("prompts", "responses", *_SEQUENCE, "response_mask")
-_LOSS = ("responses", *_SEQUENCE, "response_mask")
+_LOSS = (*_SEQUENCE, "response_mask")
 
-#: stage -> the fields that it reads in any configuration
+#: stage -> the fields that it reads in any configuration; workers are sent these, and what the configuration adds
 STAGES: Mapping[str, tuple[str, ...]] = {
     # prompts alone: the sequence is the prompt, and S stands for its length
     "prompts": _SEQUENCE,
     "rollout": _ROLLOUT,
     "reward": ("prompts", "responses", "attention_mask", "response_mask"),
+    "rm_score": ("responses", "attention_mask", "response_mask", "raw_prompt"),
     "log_prob": _LOSS,
     "values": _LOSS,
     "advantage": ("token_level_rewards", "response_mask"),
     "update_actor": (*_LOSS, "old_log_probs", "advantages"),
     "update_critic": (*_LOSS, "values", "returns"),
+    "process_rewards": (*_LOSS, "rm_ref_log_prob"),
+    "update_reward_model": (*_LOSS, "rm_ref_log_prob", "outcomes"),
 }
 
 

@@ -320,3 +320,27 @@ class Collective(Worker):
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return "no error"
+
+
+class Reader(Worker):
+    """Reads batches whose fields are not sent twice; writes into what it got, which nobody else may see."""
+
+    def __init__(self) -> None:
+        # the last two ranks work on the first shard, the others on the second
+        self._register_dispatch_collect_info("pairs", dp_rank=int(self.rank < 2), is_collect=self.rank % 2 == 0)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("pairs"), reuse_fields=True)
+    def double(self, data: DataProto) -> DataProto:
+        doubled = {f"{name}2": value * 2 for name, value in data.batch.items()}
+        for value in data.batch.values():
+            value.fill_(7)
+        return DataProto.from_dict(doubled, {"who": [self.rank] * len(data)})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("pairs"), reuse_fields=True)
+    def total(self, data: DataProto, scale: float = 1.0) -> DataProto:
+        fields = {name: str(value.dtype) for name, value in data.batch.items()}
+        assert data.meta_info.get("note") == "kept"
+        sums = sum(value.double() for value in data.batch.values()) * scale
+        return DataProto.from_dict(
+            {"sum": sums}, {"fields": [fields] * len(data), "tag": list(data.non_tensor_batch["tag"])}
+        )

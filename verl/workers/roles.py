@@ -267,7 +267,7 @@ class ActorRolloutRefWorker(RoleWorker):
         completions = asyncio.run(run())
         return batch_from_completions(prompts, completions, config.response_length, self.rollout.pad_token_id)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), reuse_fields=True)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """``old_log_probs``, ``entropys`` and, if configured, ``sum_pi_squared`` (B,R) of the actor, no gradients."""
         assert self.actor is not None
@@ -282,7 +282,7 @@ class ActorRolloutRefWorker(RoleWorker):
         fields = {"log_probs": "old_log_probs"}
         return DataProto.from_dict({fields.get(name, name): value.cpu() for name, value in out.items()})
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"), reuse_fields=True)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """``ref_log_prob`` (B,R) of the reference model, without gradients."""
         assert self.ref is not None
@@ -295,7 +295,9 @@ class ActorRolloutRefWorker(RoleWorker):
             )
         return DataProto.from_dict({"ref_log_prob": out["log_probs"].cpu()})
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), auto_padding=False)
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), auto_padding=False, reuse_fields=True
+    )
     def update_actor(self, data: DataProto) -> MetricSet:
         """Run all mini-batch updates of a step on this worker's rows."""
         assert self.actor is not None
@@ -364,7 +366,7 @@ class CriticWorker(RoleWorker):
         self.join_mesh("critic", self.engine)
         self.loss = critic_loss(config)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"))
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"), reuse_fields=True)
     def compute_values(self, data: DataProto) -> DataProto:
         """``values`` (B,R): the value before each response token, without gradients."""
         config = self.config
@@ -376,7 +378,9 @@ class CriticWorker(RoleWorker):
             )
         return DataProto.from_dict({"values": out["values"].cpu()})
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"), auto_padding=False)
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"), auto_padding=False, reuse_fields=True
+    )
     def update_critic(self, data: DataProto) -> MetricSet:
         """Run all mini-batch updates of a step on this worker's rows."""
         config = self.config
@@ -522,12 +526,12 @@ class ImplicitRewardWorker(RoleWorker):
             out = engine.forward(batch, POLICY, micro=MicroBatching(*self.config.micro_batch()))
         return out["log_probs"].cpu()
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward_model"))
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward_model"), reuse_fields=True)
     def compute_rm_ref_log_prob(self, data: DataProto) -> DataProto:
         """``rm_ref_log_prob`` (B,R) of the frozen reference, without gradients."""
         return DataProto.from_dict({"rm_ref_log_prob": self._log_probs(self.ref, data.batch)})
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward_model"))
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward_model"), reuse_fields=True)
     def compute_process_rewards(self, data: DataProto) -> DataProto:
         """``process_rewards`` (B,R) of the model as it is now; reads ``rm_ref_log_prob``."""
         batch = data.batch
@@ -536,7 +540,11 @@ class ImplicitRewardWorker(RoleWorker):
         )
         return DataProto.from_dict({"process_rewards": rewards})
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward_model"), auto_padding=False)
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward_model"),
+        auto_padding=False,
+        reuse_fields=True,
+    )
     def update_reward_model(self, data: DataProto) -> MetricSet:
         """Learn the ``outcomes`` (B,) of this worker's rows."""
         config = self.config

@@ -195,6 +195,7 @@ class CallRule:
     blocking: bool
     materialize_futures: bool
     auto_padding: bool | None
+    reuse_fields: bool = False
 
     def functions(self) -> tuple[DispatchFn, CollectFn, Callable[..., Sequence[int]] | None]:
         """The dispatch and the collect function, and the one that says whose results are used; None uses all."""
@@ -217,6 +218,7 @@ def register(
     blocking: bool = True,
     materialize_futures: bool = True,
     auto_padding: bool | None = None,
+    reuse_fields: bool = False,
 ) -> Callable[[F], F]:
     """Make a worker's method callable on its worker group.
 
@@ -231,6 +233,9 @@ def register(
             change the result (a training step): such a batch is an error then. A method that gets padding keeps
             the order of the rows and returns the same number for each, or no batch at all; it can read in
             ``data.meta_info["_padding_rows"]`` how many of its last rows are copies.
+        reuse_fields: tensors that went to this group before, or came from it, are not sent again, where workers are
+            other processes. A tensor that has been sent must then be changed through torch only, not through a
+            NumPy view of it.
 
     Raises:
         ConfigError: the modes do not fit together or are unknown.
@@ -244,7 +249,7 @@ def register(
     split = not isinstance(dispatch_mode, Mapping) and dispatch_mode in Dispatch and dispatch_mode not in _WHOLE_BATCH
     if execute_mode == Execute.RANK_ZERO and split and "DP_COMPUTE" in dispatch_mode.name:
         raise ConfigError(f"{dispatch_mode} splits over all ranks but execute_mode runs rank 0 only; use ONE_TO_ALL")
-    rule = CallRule(dispatch_mode, execute_mode, blocking, materialize_futures, auto_padding)
+    rule = CallRule(dispatch_mode, execute_mode, blocking, materialize_futures, auto_padding, reuse_fields)
 
     def decorate(function: F) -> F:
         def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.errors import ConfigError, DataError
-from verl.protocol import DataProtoFuture
+from verl.protocol import DataProto, DataProtoFuture
 from verl.single_controller.base.decorator import MAGIC_ATTR, CallRule
 
 
@@ -208,6 +208,16 @@ class WorkerGroup(ABC):
             WorkerError: as soon as a rank fails, dies or is too slow.
         """
 
+    @abstractmethod
+    def _remember(self, result: DataProto, shards: Sequence[DataProto], references: Sequence[Any]) -> None:
+        """Note where the rows of a joined result lie, for methods with ``reuse_fields``.
+
+        Args:
+            result: what the caller gets.
+            shards: the workers' parts of it, in order.
+            references: of these parts.
+        """
+
     # ---- binding --------------------------------------------------------------------------------------------
 
     def _bind_methods(self, user_cls: type) -> None:
@@ -315,6 +325,9 @@ class BoundMethod:
         if self._rule.rank_zero_only:
             output = output[0]
         result = self._collect(group, output)
+        if self._rule.reuse_fields and self._blocking and isinstance(result, DataProto):
+            order = ranks if self._collect_ranks is None else self._collect_ranks(group)
+            group._remember(result, [output[rank] for rank in order], [references[rank] for rank in order])
         if isinstance(result, DataProtoFuture) and not self._blocking:
             result.fetch_with(
                 functools.partial(group._fetch, method=self._name, timeout_s=timeout_s, watch=references, ranks=ranks)

@@ -15,7 +15,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from verl.errors import ConfigError, WorkerError
-from verl.protocol import Completed
+from verl.protocol import Completed, DataProto
 from verl.single_controller.base.classes import ClassWithInitArgs
 from verl.single_controller.base.failure import worker_error
 from verl.single_controller.base.worker_group import WorkerGroup
@@ -102,6 +102,9 @@ class LocalWorkerGroup(WorkerGroup):
         ranks: Sequence[int] | None = None,
     ) -> list[Any]:
         return [reference.value for reference in references]
+
+    def _remember(self, result: DataProto, shards: Sequence[DataProto], references: Sequence[Any]) -> None:
+        """Nothing: arguments are not sent anywhere."""
 
 
 class _Process:

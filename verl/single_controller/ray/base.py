@@ -7,7 +7,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -16,10 +16,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl import envs
 from verl.errors import ConfigError, WorkerError
-from verl.protocol import Completed, DataProtoFuture
+from verl.protocol import Completed, DataProto, DataProtoFuture
 from verl.single_controller.base import ClassWithInitArgs, ColocatedClasses, WorkerGroup
 from verl.single_controller.base.decorator import MAGIC_ATTR
 from verl.single_controller.base.futures import is_ray_reference
+from verl.single_controller.ray.fields import FieldStore, Shard, Traffic
 from verl.single_controller.ray.host import HostInfo, host_class
 from verl.single_controller.ray.resource_pool import RayResourcePool
 from verl.utils.transport import pack
@@ -93,6 +94,7 @@ class _Processes:
     roles: dict[str, type]
     pool: RayResourcePool | None
     tenant: str
+    fields: FieldStore = field(default_factory=FieldStore)
 
     def end(self) -> None:
         """Kill the actors of this group and give up its share of the pool."""
@@ -250,24 +252,33 @@ class RayWorkerGroup(WorkerGroup):
     ) -> list[Any]:
         if self.role not in self._processes.roles:
             raise ConfigError(f"this group holds the roles {list(self.roles)}; call one of them through spawn()")
-        keep_futures = self._keeps_futures(method)
-        sent = _Sender(
-            keep_futures, [*(value for row in args for value in row), *(v for kw in kwargs for v in kw.values())]
-        )
-        return [
-            self._processes.handles[rank].verl_call.remote(
-                self.role,
-                method,
-                used is None or rank in used,
-                *(sent.form_of(value) for value in args[index]),
-                **{name: sent.form_of(value) for name, value in kwargs[index].items()},
-            )
-            for index, rank in enumerate(ranks)
-        ]
-
-    def _keeps_futures(self, method: str) -> bool:
         rule = getattr(getattr(self._user_cls, method, None), MAGIC_ATTR, None)
-        return rule is not None and not rule.materialize_futures
+        sent = _Sender(
+            rule is not None and not rule.materialize_futures,
+            [*(value for row in args for value in row), *(v for kw in kwargs for v in kw.values())],
+            self._processes.fields if rule is not None and rule.reuse_fields else None,
+        )
+        references = []
+        for index, rank in enumerate(ranks):
+            leaves: list[Any] = []
+            rank_args = [sent.form_of(value, leaves) for value in args[index]]
+            rank_kwargs = {name: sent.form_of(value, leaves) for name, value in kwargs[index].items()}
+            call = (self.role, method, used is None or rank in used)
+            handle = self._processes.handles[rank]
+            if leaves:
+                made = handle.verl_call_with.remote(len(leaves), *call, *leaves, *rank_args, **rank_kwargs)
+            else:
+                made = handle.verl_call.remote(*call, *rank_args, **rank_kwargs)
+            references.append(made)
+        return references
+
+    @property
+    def traffic(self) -> Traffic:
+        """What went to the workers so far, and what did not have to."""
+        return self._processes.fields.traffic
+
+    def _remember(self, result: DataProto, shards: Sequence[DataProto], references: Sequence[Any]) -> None:
+        self._processes.fields.remember_results(result, shards, references)
 
     def _fetch(
         self,
@@ -286,19 +297,21 @@ class RayWorkerGroup(WorkerGroup):
 class _Sender:
     """Turns the arguments of one call into what is sent: each object goes into the object store once."""
 
-    def __init__(self, keep_futures: bool, values: Sequence[Any]) -> None:
+    def __init__(self, keep_futures: bool, values: Sequence[Any], fields: FieldStore | None = None) -> None:
         self._keep_futures = keep_futures
+        self._fields = fields
         self._times = Counter(id(value) for value in values)
         self._forms: dict[int, Any] = {}
 
-    def form_of(self, value: Any) -> Any:
-        """What to pass to Ray for ``value``."""
+    def form_of(self, value: Any, leaves: list[Any]) -> Any:
+        """What to pass to Ray for ``value``; objects that hold its fields are added to ``leaves``."""
         if isinstance(value, _SMALL) or (isinstance(value, str | bytes) and len(value) < 1024):
             return value
         key = id(value)
         if key not in self._forms:
             self._forms[key] = self._make(value, shared=self._times[key] > 1)
-        return self._forms[key]
+        form = self._forms[key]
+        return form.for_call(leaves) if isinstance(form, Shard) else form
 
     def _make(self, value: Any, shared: bool) -> Any:
         if isinstance(value, Completed):
@@ -311,6 +324,8 @@ class _Sender:
                 value = only.value
         if is_ray_reference(value):
             return value
+        if self._fields is not None and isinstance(value, DataProto) and value.batch is not None and len(value):
+            return self._fields.place(value)
         packed = pack(value)
         return ray.put(packed) if shared else packed
 

@@ -17,6 +17,7 @@ import ray
 from verl.errors import WorkerError
 from verl.single_controller.base import ClassWithInitArgs
 from verl.single_controller.base.failure import worker_error
+from verl.single_controller.ray.fields import Pieces
 from verl.utils.logging import setup_logging
 from verl.utils.transport import pack
 
@@ -98,6 +99,23 @@ class WorkerHost:
             raise  # of a worker that this one waited for: the origin is what helps
         except Exception as error:
             raise self._verl_error(_verl_role, _verl_method, error) from error
+
+    def verl_call_with(
+        self, _verl_leaves: int, _verl_role: str, _verl_method: str, _verl_used: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        """:meth:`verl_call` with batches in pieces: the first arguments are the objects that hold their fields."""
+        leaves, rest = args[:_verl_leaves], args[_verl_leaves:]
+
+        def joined(value: Any) -> Any:
+            return value.join(leaves) if isinstance(value, Pieces) else value
+
+        return self.verl_call(
+            _verl_role,
+            _verl_method,
+            _verl_used,
+            *map(joined, rest),
+            **{name: joined(value) for name, value in kwargs.items()},
+        )
 
     def _verl_run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the process's one event loop, which lives on between calls as its objects expect."""

@@ -28,6 +28,7 @@ from verl.trainer.ppo.advantage import (
     prepare_policy_loss,
 )
 from verl.trainer.ppo.checks import check_algorithm
+from verl.trainer.ppo.fields import stage_batch
 from verl.trainer.ppo.metrics import compute_step_metrics
 from verl.trainer.ppo.mismatch import MismatchMonitor
 from verl.trainer.ppo.saving import RunSaver
@@ -40,6 +41,7 @@ from verl.utils.seqlen_balancing import arrange_mini_batches, seqlen_balance_met
 from verl.utils.stopping import StopWatch
 from verl.utils.timing import StepTimer
 from verl.utils.tracking import Tracking
+from verl.workers.losses import actor_loss
 
 __all__ = ["RayPPOTrainer", "apply_kl_penalty", "compute_advantage", "compute_response_mask"]
 
@@ -94,6 +96,7 @@ class RayPPOTrainer:
         self.process_reward = process_reward
         self.validator = validator
         check_algorithm(config, source.fields)
+        self.actor_loss = actor_loss(config.actor_rollout_ref.actor)
         self.step = 0
         self.stopped = False  # before the last step, to be started again
         self.watch = watch or StopWatch()
@@ -119,10 +122,10 @@ class RayPPOTrainer:
                     batch = batch.union(self.old_log_probs(batch))
                 if self.ref is not None:
                     with timer("ref"):
-                        batch = batch.union(self.ref.compute_ref_log_prob(batch))
+                        batch = batch.union(self.ref.compute_ref_log_prob(stage_batch(batch, "log_prob")))
                 if self.critic is not None:
                     with timer("values"):
-                        batch = batch.union(self.critic.compute_values(batch))
+                        batch = batch.union(self.critic.compute_values(stage_batch(batch, "values")))
                 if self.process_reward is not None:
                     with timer("process_reward"):
                         batch = self.add_process_rewards(batch, metrics)
@@ -190,7 +193,7 @@ class RayPPOTrainer:
         """``old_log_probs`` (B,R): the policy's before the update, or in bypass mode the rollout's own."""
         if self.config.algorithm.rollout_correction.bypass_mode:
             return DataProto.from_dict({"old_log_probs": batch.batch["rollout_log_probs"]})
-        return self.actor_rollout.compute_log_prob(batch)
+        return self.actor_rollout.compute_log_prob(stage_batch(batch, "log_prob"))
 
     def correct_rollout(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
         """Compare policy and rollout; add ``rollout_is_weights`` and ``rollout_accepted`` (B,R) where configured."""
@@ -221,14 +224,19 @@ class RayPPOTrainer:
         """Add ``process_rewards`` (B,R) of a reward model that learns this batch's outcomes, before or after."""
         assert self.process_reward is not None
         config = self.config.reward_model
-        batch = batch.union(self.process_reward.compute_rm_ref_log_prob(batch))
+        batch = batch.union(self.process_reward.compute_rm_ref_log_prob(stage_batch(batch, "log_prob")))
         if config.update == "after":
-            batch = batch.union(self.process_reward.compute_process_rewards(batch))
+            batch = batch.union(self.compute_process_rewards(batch))
         if config.update != "none":
             metrics.update(self.update_reward_model(batch))
         if config.update != "after":
-            batch = batch.union(self.process_reward.compute_process_rewards(batch))
+            batch = batch.union(self.compute_process_rewards(batch))
         return batch
+
+    def compute_process_rewards(self, batch: DataProto) -> DataProto:
+        """``process_rewards`` (B,R) of the reward model as it is now."""
+        assert self.process_reward is not None
+        return self.process_reward.compute_process_rewards(stage_batch(batch, "process_rewards"))
 
     def update_reward_model(self, batch: DataProto) -> dict[str, float]:
         """One step of updates of the process reward model on the outcomes, which must lie in 0 to 1."""
@@ -242,7 +250,7 @@ class RayPPOTrainer:
         batch.batch["outcomes"] = verdicts.float()
         mesh = self.process_reward.mesh("reward_model")
         batch = self._arranged(batch, self.config.reward_model.mini_batch_size, mesh.dp_size)
-        return _metrics(self.process_reward.update_reward_model(batch))
+        return _metrics(self.process_reward.update_reward_model(stage_batch(batch, "update_reward_model")))
 
     def estimate_advantages(self, batch: DataProto) -> DataProto:
         """Add ``advantages`` and ``returns`` (B,R)."""
@@ -254,7 +262,7 @@ class RayPPOTrainer:
         assert self.critic is not None
         critic, dp_size = self.config.critic, self.critic.mesh("critic").dp_size
         batch = self._arranged(batch, critic.ppo_mini_batch_size, dp_size, shuffle=critic.shuffle)
-        return _metrics(self.critic.update_critic(check_batch(batch, "update_critic")))
+        return _metrics(self.critic.update_critic(stage_batch(check_batch(batch, "update_critic"), "update_critic")))
 
     def update_actor(self, batch: DataProto) -> dict[str, float]:
         """One step of policy updates, on the tokens that were not rejected."""
@@ -263,7 +271,9 @@ class RayPPOTrainer:
             batch = _without(batch, "rollout_accepted")
             batch.batch["response_mask"] = mask
         batch = prepare_policy_loss(batch, self.config.actor_rollout_ref.actor)
-        return _metrics(self.actor_rollout.update_actor(check_batch(batch, "update_actor")))
+        check_batch(batch, "update_actor", require=self.actor_loss.fields)
+        more = self.actor_loss.fields | self.actor_loss.optional_fields
+        return _metrics(self.actor_rollout.update_actor(stage_batch(batch, "update_actor", more)))
 
     def describe(self, batch: DataProto, timer: StepTimer) -> dict[str, float]:
         """All numbers that derive from the batch and the clock."""
@@ -344,7 +354,10 @@ class RayPPOTrainer:
             order = order[torch.randperm(len(order), generator=generator)]
         lengths = batch.batch["attention_mask"].sum(-1)[order].tolist()
         arranged = arrange_mini_batches(lengths, rows, dp_size, balance=self.config.trainer.balance_batch)
-        return batch.select_idxs(order[torch.tensor(arranged)])
+        order = order[torch.tensor(arranged)]
+        if torch.equal(order, torch.arange(len(order))):
+            return batch  # the same tensors, which workers may have already
+        return batch.select_idxs(order)
 
 
 def _without(batch: DataProto, field: str) -> DataProto:

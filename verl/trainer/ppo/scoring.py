@@ -15,6 +15,7 @@ from verl.data.collate import object_array
 from verl.errors import RewardError
 from verl.protocol import DataProto
 from verl.single_controller.base import WorkerGroup
+from verl.trainer.ppo.fields import stage_batch
 from verl.utils.fs import atomic_write_text
 
 #: ``(batch, return_dict=True)`` -> what a reward manager returns
@@ -63,7 +64,7 @@ class Scorer:
     def judge(self, batch: DataProto) -> Scored:
         """Score every row once; of the batch only ``rm_scores`` is added."""
         if self.reward_model is not None:
-            batch.union(self.reward_model.compute_rm_score(batch))
+            batch.union(self.reward_model.compute_rm_score(stage_batch(batch, "rm_score")))
         return score_batch(self.reward_fn, batch)
 
     def __call__(self, batch: DataProto) -> dict[str, float]:
