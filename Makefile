@@ -121,6 +121,10 @@ test-all: $(STAMPS)/dev ## the same, with those that take minutes
 test-fast: $(STAMPS)/dev ## unit tests only: no process groups, no whole training runs
 	@$(PYTEST) -m "not slow and not dist and not e2e" $(TESTS)
 
+.PHONY: chaos
+chaos: $(STAMPS)/dev ## training runs killed again and again at random moments must end like one left alone (about half an hour)
+	@$(BIN)/python -m pytest -q -m "" tests/e2e/test_kill_anywhere.py
+
 VLLM_TESTS := tests/contracts/test_rollout_engine.py $(wildcard tests/workers/rollout/test_vllm*.py) tests/e2e/test_vllm.py
 
 .PHONY: test-vllm

@@ -70,6 +70,18 @@ PREFERENCE_ALIASES: Mapping[str, str] = {
     "beta": "loss.beta",
 }
 
+# Other spellings of the keys of low-rank adapters, in every section of a model.
+LORA_ALIASES: Mapping[str, str] = {
+    "lora.rank": "lora_rank",
+    "lora.alpha": "lora_alpha",
+    "lora.lora_A_init_method": "lora_init",
+    "lora.target_modules": "target_modules",
+    "lora.exclude_modules": "exclude_modules",
+    "lora.adapter_path": "lora_adapter_path",
+}
+
+_MODEL_LORA_ALIASES = {f"model.{other}": f"model.{ours}" for other, ours in LORA_ALIASES.items()}
+
 # Spellings of the last part(s) of a key, wherever our key exists.
 OPTIM_ALIASES: Mapping[str, str] = {
     "optim.warmup_style": "optim.lr_scheduler_type",
@@ -87,9 +99,18 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
             for role in ("actor_rollout_ref.actor", "critic", "reward_model")
             for other, ours in OPTIM_ALIASES.items()
         },
+        **{
+            f"{role}.model.{other}": f"{role}.model.{ours}"
+            for role in ("actor_rollout_ref", "critic", "reward_model")
+            for other, ours in LORA_ALIASES.items()
+        },
     },
-    "SFTConfig": {**SFT_ALIASES, **OPTIM_ALIASES},
-    "PreferenceConfig": {**PREFERENCE_ALIASES, **OPTIM_ALIASES},
+    "SFTConfig": {
+        **SFT_ALIASES,
+        **OPTIM_ALIASES,
+        **_MODEL_LORA_ALIASES,
+    },
+    "PreferenceConfig": {**PREFERENCE_ALIASES, **OPTIM_ALIASES, **_MODEL_LORA_ALIASES},
 }
 
 
@@ -131,10 +152,6 @@ _PARALLEL = (
     "splits the rollout engine over ranks in a way that is not in this version; use 1 or leave it out "
     "(rollout.tensor_model_parallel_size splits vLLM's weights)"
 )
-_LORA = (
-    "is for LoRA adapters, which are not in this version; leave it out to train all weights "
-    "(fsdp_config.param_offload and optimizer_offload save memory)"
-)
 _AGENT = (
     "is for multi-turn generation with tools, which is not in this version; leave it out, each prompt then gets one "
     "response"
@@ -175,14 +192,6 @@ UNSUPPORTED: Sequence[Unsupported] = (
         (0,),
     ),
     Unsupported("**.entropy_from_logits_with_chunking", _CHUNKS, (True, False)),
-    # LoRA
-    Unsupported("**.lora_rank", _LORA, (0,)),
-    Unsupported("**.lora.rank", _LORA, (0,)),
-    Unsupported("**.lora_alpha", _LORA, switch="lora_rank"),
-    Unsupported("**.lora_adapter_path", _LORA, (None,)),
-    Unsupported("**.lora.**", _LORA, switch="rank"),
-    Unsupported("**.target_modules", _LORA, switch="lora_rank"),
-    Unsupported("**.exclude_modules", _LORA, (None,), switch="lora_rank"),
     # vLLM and SGLang
     Unsupported(f"{_R}.engine_kwargs.sglang.**", _SGLANG, (None,)),
     Unsupported(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,3 +30,27 @@ class ModelConfig(Config):
         False, "Recompute a chunk's logits in the backward pass: no logits are kept, at the cost of one more product."
     )
     use_remove_padding: bool = opt(True, "Pack the samples of a micro-batch without padding tokens.")
+    lora_rank: int = opt(
+        0, "Rank of low-rank adapters, which train instead of the weights; 0 trains the weights.", ge=0
+    )
+    lora_alpha: float = opt(16.0, "The adapters' output is scaled by lora_alpha / lora_rank.", gt=0)
+    lora_init: str = opt(
+        "kaiming",
+        "How the first adapter matrix starts; the second one is zero.",
+        choices=("kaiming", "xavier", "normal"),
+    )
+    target_modules: list[str] = opt(
+        ["all-linear"],
+        "Layers with an adapter: last parts of their names, one regular expression, or all-linear.",
+    )
+    exclude_modules: list[str] = opt([], "Of these, the layers to leave alone.")
+    lora_adapter_path: str | None = opt(None, "Directory of an adapter in PEFT's format to start from.")
+
+    def problems(self) -> Iterator[str]:
+        if self.lora_rank == 0 and self.lora_adapter_path:
+            yield (
+                f"lora_adapter_path={self.lora_adapter_path!r}: needs the adapter's lora_rank and lora_alpha, which its "
+                "adapter_config.json tells"
+            )
+        if self.lora_rank and not self.target_modules:
+            yield "target_modules=[]: name the layers that get an adapter, or use all-linear"

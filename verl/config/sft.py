@@ -87,6 +87,7 @@ class SFTModelConfig(ModelConfig):
     fsdp_config: FSDPConfig = section(FSDPConfig, "Sharding, offload and numeric types.")
 
     def problems(self) -> Iterator[str]:
+        yield from super().problems()
         yield from strategy_problems(self.strategy)
 
 

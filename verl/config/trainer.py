@@ -96,6 +96,11 @@ class TrainerConfig(RunConfig):
     cpu_threads_per_worker: int | None = opt(
         None, "Threads of each worker process on CPU; not given = the cores divided by the workers.", ge=1
     )
+    max_restarts: int = opt(
+        0,
+        "How often the run starts its workers again, from the last checkpoint, when one of them fails or dies.",
+        ge=0,
+    )
     critic_warmup: int = opt(0, "Steps at the start that train only the critic.", ge=0)
     balance_batch: bool = opt(True, "Spread long and short samples evenly over the ranks.")
     val_before_train: bool = opt(True, "Validate before the first step.")

@@ -7,11 +7,13 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from verl.config import PPOConfig
+from verl.config.base import seal
 from verl.config.cli import parse_cli
-from verl.errors import ConfigError, DataError, VerlError
+from verl.errors import ConfigError, DataError, VerlError, WorkerError
 from verl.utils.logging import setup_logging
 from verl.utils.stopping import EXIT_UNFINISHED, StopWatch
 
@@ -38,6 +40,7 @@ class TaskRunner:
         self.device = resolve_device(config.trainer.device)
         self.run_ids: dict[str, str] = {}  # of the run that is continued, by tracker
         self.watch = StopWatch(config.trainer.time_limit_s, config.trainer.esi_redundant_time)
+        self._trainer: RayPPOTrainer | None = None
         self._at_end = ExitStack()
 
     def run(self) -> bool:
@@ -47,13 +50,18 @@ class TaskRunner:
             False if the run saved and ended before its last step, because of a signal or a deadline.
         """
         with self._at_end:
-            trainer = self.build_trainer()
+            trainer = self._trainer = self.build_trainer()
             if self.config.trainer.val_only:
                 trainer.validate_only()
             else:
                 with self.watch:  # from here on: Ray has handlers of its own when it starts
                     trainer.fit()
             return not trainer.stopped
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether this run has written a checkpoint."""
+        return self._trainer is not None and self._trainer.saver.saved_step is not None
 
     def build_trainer(self) -> RayPPOTrainer:
         """Inputs first, then workers, then the trainer."""
@@ -227,7 +235,29 @@ def run_ppo(config: PPOConfig) -> bool:
     Returns:
         False if the run saved and ended before its last step.
     """
-    return TaskRunner(config).run()
+    restarts = 0
+    while True:
+        runner = TaskRunner(config)
+        try:
+            return runner.run()
+        except WorkerError as error:
+            if restarts >= config.trainer.max_restarts:
+                raise
+            restarts += 1
+            logger.error(
+                "%s\nstarting the workers again from the last checkpoint (restart %d of trainer.max_restarts=%d)",
+                error,
+                restarts,
+                config.trainer.max_restarts,
+            )
+            if runner.has_saved:
+                config = _resuming(config)
+
+
+def _resuming(config: PPOConfig) -> PPOConfig:
+    """The configuration of a run that goes on from its own checkpoints, wherever it began."""
+    trainer = replace(config.trainer, resume_mode="auto", resume_from_path=None)
+    return seal(replace(config, trainer=trainer))
 
 
 @contextmanager

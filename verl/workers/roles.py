@@ -235,8 +235,11 @@ class ActorRolloutRefWorker(RoleWorker):
             # ranks that share sequences in training generate rows of their own
             self._register_dispatch_collect_info("rollout", dp_rank=self.actor.layout.rank, is_collect=True)
         if "ref" in self.parts:
-            self.ref = self.make_engine(config.model, config.ref.fsdp_config, None, head="lm")
-            self.ref.build()
+            if self.actor is not None and config.model.lora_rank > 0:
+                self.ref = self.actor  # with its adapters off it is the model that it started from
+            else:
+                self.ref = self.make_engine(config.model, config.ref.fsdp_config, None, head="lm")
+                self.ref.build()
             self.join_mesh("ref", self.ref)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
@@ -292,6 +295,7 @@ class ActorRolloutRefWorker(RoleWorker):
                 POLICY,
                 micro=MicroBatching(*self.config.ref.log_prob_micro_batch()),
                 temperature=self.config.rollout.temperature,
+                adapter=False,
             )
         return DataProto.from_dict({"ref_log_prob": out["log_probs"].cpu()})
 
@@ -511,7 +515,9 @@ class ImplicitRewardWorker(RoleWorker):
     def init_model(self) -> None:
         """Load the model and its reference and build the engines. Collective."""
         config = self.config
-        reference = replace(config.model, path=config.ref_path or config.model.path)
+        reference = replace(
+            config.model, path=config.ref_path or config.model.path, lora_rank=0, lora_adapter_path=None
+        )
         self.ref = self.make_engine(reference, config.fsdp_config, None, head="lm")
         self.ref.build()
         self.engine = self.make_engine(

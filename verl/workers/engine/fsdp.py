@@ -25,6 +25,7 @@ from verl.models.loading import (
     load_value_model,
     supports_packing,
 )
+from verl.models.lora import LoraSettings, adapter_layers, adapters_off, add_adapters, is_adapter_name, merged
 from verl.models.packing import RowLayout, build_layout
 from verl.models.ulysses import SequenceGroup, check_model, split_sequence
 from verl.utils.background import BackgroundTask
@@ -119,6 +120,9 @@ class FSDPEngine(TrainEngine):
             check_model(config, self._sequence.size, packed=self.packed)
         self.share_prompts = not has_dropout(config)
         hf_model = _LOADERS[self.head](self.model_config, dtype=self.precision.master, hf_config=config)
+        self.lora = LoraSettings.of(self.model_config)
+        if self.lora is not None:
+            add_adapters(hf_model, self.lora, self.seed)
         if self.optim_config is None:
             hf_model.requires_grad_(False)
         elif self.model_config.enable_gradient_checkpointing:
@@ -190,7 +194,8 @@ class FSDPEngine(TrainEngine):
         rows = rows_of["input_ids"].shape[0]
         plan = self._plan(rows_of, micro)
         pieces: list[dict[str, Tensor]] = []
-        with self.resident(optimizer=False), torch.no_grad():
+        used = nullcontext() if adapter else adapters_off(self.module)
+        with self.resident(optimizer=False), torch.no_grad(), used:
             self.module.eval()
             for part in plan.parts:
                 layout = self._layout(take_rows(rows_of, part, rows))
@@ -300,13 +305,27 @@ class FSDPEngine(TrainEngine):
         self._reshard()
         return dict(self.module.hf_named_tensors())
 
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """Of :meth:`hf_tensors` those that a checkpoint needs: all, or with adapters the ones that train."""
+        tensors = self.hf_tensors()
+        return tensors if self.lora is None else {name: t for name, t in tensors.items() if t.requires_grad}
+
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         with self.resident(optimizer=False):
-            for name, tensor in self.hf_tensors().items():
-                yield name, whole_tensor(tensor.detach())
+            tensors = self.hf_tensors()
+            adapted = {f"{name}.weight": layer for name, layer in adapter_layers(self.module.model).items()}
+            for name, tensor in tensors.items():
+                if is_adapter_name(name):
+                    continue
+                whole = whole_tensor(tensor.detach())
+                if name in adapted:  # what runs elsewhere is a plain layer that computes the same
+                    layer = adapted[name]
+                    a, b = whole_tensor(layer.lora_A.detach()), whole_tensor(layer.lora_B.detach())
+                    whole = merged(whole, a, b, layer.scaling)
+                yield name, whole
 
     def local_tensors(self) -> dict[str, Tensor] | None:
-        if self.layout.world_size > 1:
+        if self.layout.world_size > 1 or self.lora is not None:
             return None
         if self._offloads("model") and self.device.type != "cpu":
             return None  # off-loading replaces the tensors; an alias would keep the copy on the device alive

@@ -4,6 +4,7 @@ A directory holds
 
 - ``model/`` and ``optimizer/``: ``torch.distributed.checkpoint`` directories. Tensors are stored under Hugging Face
   parameter names, with ``.<state>`` appended for the optimizer, so that any number of ranks can read them;
+- ``lora_adapter/``: with low-rank adapters, these in PEFT's format; ``model/`` then holds only what trains;
 - ``extra/``: schedule and step counters, and each rank's random state;
 - ``huggingface/``: config and tokenizer files, and with ``hf_model`` the weights, as ``from_pretrained`` reads them;
 - ``engine.json``: written last; its presence says that the rest is complete.
@@ -28,8 +29,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from verl.errors import CheckpointError
 from verl.models.loading import quiet_transformers, resolve_model_dir
+from verl.models.lora import LoraSettings, is_adapter_name, save_adapter
 from verl.utils.fs import format_bytes, free_bytes
 from verl.utils.seeding import plain_rng_state, set_plain_rng_state
+from verl.workers.engine.sharding import whole_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,6 +44,7 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 PARTS = ("model", "optimizer", "extra", "hf_model")
 MARKER = "engine.json"
+ADAPTER_DIR = "lora_adapter"
 
 # Files of a model directory that belong to the tokenizer or to generation rather than to the weights.
 _COMPANION_PATTERNS = (
@@ -68,6 +72,8 @@ class Snapshot:
         contents: parts to write.
         model, optimizer: tensors by name, live or copied.
         whole: with ``hf_model``, on rank 0, the whole model on the host.
+        adapter: with ``model``, on rank 0, the whole tensors of low-rank adapters.
+        lora, base_model: what the adapters are, and of which model.
         counters: schedule and step counters.
         rng: this process's random state.
         marker: content of ``engine.json``.
@@ -81,6 +87,9 @@ class Snapshot:
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     whole: dict[str, Tensor]
+    adapter: dict[str, Tensor]
+    lora: LoraSettings | None
+    base_model: str
     counters: dict[str, int]
     rng: dict[str, Any]
     marker: dict[str, Any]
@@ -102,7 +111,7 @@ def take(engine: FSDPEngine, contents: frozenset[str], *, copy: bool) -> Snapsho
     _check_contents(contents)
     if "optimizer" in contents and engine.optimizer is None:
         raise CheckpointError("this engine only evaluates and has no optimizer to save; drop it from save_contents")
-    model = engine.hf_tensors()
+    model = engine.saved_tensors()
     tokenizer = engine.model_config.tokenizer_path
     companions = [resolve_model_dir(engine.model_config.path)]
     if tokenizer and Path(tokenizer).is_dir():
@@ -127,7 +136,11 @@ def take(engine: FSDPEngine, contents: frozenset[str], *, copy: bool) -> Snapsho
             "world_size": engine.layout.world_size,
             "contents": sorted(contents),
             "parameters": len(model),
+            "lora": _lora_marker(engine),
         },
+        adapter=_adapter(engine, copy=copy) if "model" in contents else {},
+        lora=engine.lora,
+        base_model=str(engine.model_config.path),
         companions=companions,
         export=engine.module.model,
     )
@@ -175,6 +188,8 @@ def write(snapshot: Snapshot, path: Path, group: dist.ProcessGroup | None = None
             if "hf_model" in contents:
                 with quiet_transformers():
                     snapshot.export.save_pretrained(path / "huggingface", state_dict=snapshot.whole)
+            if snapshot.lora is not None and snapshot.adapter:
+                save_adapter(snapshot.adapter, snapshot.lora, snapshot.base_model, path / ADAPTER_DIR)
             (path / MARKER).write_text(json.dumps(snapshot.marker, indent=1))
 
     _on_all_ranks(world, f"finish {path}", finish, group)
@@ -182,6 +197,24 @@ def write(snapshot: Snapshot, path: Path, group: dist.ProcessGroup | None = None
 
 def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def _lora_marker(engine: FSDPEngine) -> dict[str, Any] | None:
+    lora = engine.lora
+    return None if lora is None else {"rank": lora.rank, "alpha": lora.alpha}
+
+
+def _adapter(engine: FSDPEngine, *, copy: bool) -> dict[str, Tensor]:
+    """The whole adapter tensors on the host of rank 0. Collective."""
+    tensors: dict[str, Tensor] = {}
+    if engine.lora is None:
+        return tensors
+    for name, tensor in engine.hf_tensors().items():
+        if is_adapter_name(name):
+            whole = whole_tensor(tensor.detach())
+            if engine.layout.rank == 0:
+                tensors[name] = whole.to("cpu", copy=copy)
+    return tensors
 
 
 def _whole(engine: FSDPEngine, *, copy: bool) -> dict[str, Tensor]:
@@ -221,11 +254,16 @@ def load(engine: FSDPEngine, path: Path, contents: frozenset[str]) -> None:
             )
         strict = engine.checkpoint_config is None or engine.checkpoint_config.strict
         if "model" in contents:
-            _check_names(path / "model", set(engine.hf_tensors()), strict)
+            if marker.get("lora") != _lora_marker(engine):
+                raise CheckpointError(
+                    f"{path} was saved with adapters {marker.get('lora')}, this run has {_lora_marker(engine)}; set "
+                    "model.lora_rank, lora_alpha and target_modules as they were"
+                )
+            _check_names(path / "model", set(engine.saved_tensors()), strict)
 
     _on_all_ranks(world, f"read {path}", check)
     if "model" in contents:
-        wanted = engine.hf_tensors()
+        wanted = engine.saved_tensors()
         stored = _stored_names(path / "model")
         _dcp(dcp.load, {n: t.detach() for n, t in wanted.items() if n in stored}, path / "model", world, "read")
     if "optimizer" in contents:

@@ -1,0 +1,147 @@
+"""Runs of the trainer as a user starts them, killed from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+TAG = "VERL_TEST_RUN"  # in the environment of every process of a run, Ray's included
+
+
+class RunningTrainer:
+    """One start of the training command; used as a context, it leaves no process behind.
+
+    Args:
+        overrides: of the command.
+        directory: of the run; the log and the metrics go there.
+    """
+
+    def __init__(self, overrides: list[str], directory: Path) -> None:
+        self.tag = uuid.uuid4().hex
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        environment = {
+            **os.environ,
+            TAG: self.tag,
+            "VERL_FILE_LOGGER_PATH": str(directory / "metrics.jsonl"),
+            "OMP_NUM_THREADS": "1",
+        }
+        environment.pop("RAY_ADDRESS", None)
+        own = [f"trainer.default_local_dir={directory}/checkpoints", f"trainer.rollout_data_dir={directory}/samples"]
+        self.log = (directory / "log.txt").open("ab")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "verl.trainer.main_ppo", *overrides, *own],
+            env=environment,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> RunningTrainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _attempt in range(20):  # children may be starting while we look
+            processes = list(self.processes())
+            if not processes:
+                break
+            for pid, _ in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.2)
+        self.process.wait(timeout=60)
+        self.log.close()
+
+    def processes(self) -> Iterator[tuple[int, str]]:
+        """(pid, command line) of every process that this start has made, its own included."""
+        wanted = f"{TAG}={self.tag}".encode()
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                with contextlib.suppress(OSError):
+                    if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                        yield int(entry.name), (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+    def workers(self) -> list[int]:
+        """Pids of the processes that hold the models."""
+        return [pid for pid, command in self.processes() if command.startswith("ray::") and "IDLE" not in command]
+
+    def wait_until(self, condition: Callable[[], object], timeout_s: float = 180.0) -> bool:
+        """Whether the condition came true while the command ran."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if condition():
+                return True
+            if self.process.poll() is not None:
+                return False
+            time.sleep(0.005)
+        raise AssertionError(f"nothing happened for {timeout_s} s; see {self.directory / 'log.txt'}")
+
+    def finish(self, timeout_s: float = 240.0) -> int:
+        """Exit code of the command."""
+        return self.process.wait(timeout=timeout_s)
+
+    def text(self) -> str:
+        """What the command has written."""
+        return (self.directory / "log.txt").read_text(errors="replace")
+
+
+def steps_logged(directory: Path) -> int:
+    """Newest step in the metrics of a run."""
+    path = directory / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return max((json.loads(line)["step"] for line in lines), default=0)
+
+
+def metrics_by_step(directory: Path) -> dict[int, dict[str, Any]]:
+    """Metrics without clocks and memory; where a step was repeated, the later record holds."""
+    timed = ("timing", "perf/", "weight_sync/")
+    records: dict[int, dict[str, Any]] = {}
+    for line in (directory / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        records[record["step"]] = {k: v for k, v in record["data"].items() if not k.startswith(timed)}
+    return records
+
+
+def is_saving(directory: Path) -> bool:
+    """Whether a checkpoint is being written."""
+    return any((directory / "checkpoints").glob(".global_step_*.new.*"))
+
+
+def kill_once(run: RunningTrainer, where: str, rng: random.Random) -> bool:
+    """Kill a process of a run at a moment; False if the run was over before.
+
+    Args:
+        where: ``start`` (while it starts), ``step`` (some time within a step), ``save`` (while a checkpoint is being
+            written), each of the controller, or with ``worker-`` before it of a worker.
+    """
+    victim, _, moment = where.rpartition("-")
+    before = steps_logged(run.directory)
+    if moment == "start":
+        time.sleep(rng.uniform(0.0, 12.0))
+    elif moment == "save":
+        if not run.wait_until(lambda: is_saving(run.directory)):
+            return False
+        time.sleep(rng.uniform(0.0, 0.1))
+    else:
+        if not run.wait_until(lambda: steps_logged(run.directory) > before):
+            return False
+        time.sleep(rng.uniform(0.0, 0.6))
+    if run.process.poll() is not None:
+        return False
+    targets = run.workers() if victim == "worker" else [run.process.pid]
+    if not targets:
+        targets = [run.process.pid]
+    os.kill(rng.choice(targets), signal.SIGKILL)
+    code = run.finish(timeout_s=120.0)
+    assert code == (1 if targets != [run.process.pid] else -signal.SIGKILL), run.text()[-3000:]
+    return True
