@@ -49,8 +49,8 @@ class ModelConfig(Config):
     def problems(self) -> Iterator[str]:
         if self.lora_rank == 0 and self.lora_adapter_path:
             yield (
-                f"lora_adapter_path={self.lora_adapter_path!r}: needs the adapter's lora_rank and lora_alpha, which its "
-                "adapter_config.json tells"
+                f"lora_adapter_path={self.lora_adapter_path!r}: needs the adapter's lora_rank and lora_alpha, as its "
+                "adapter_config.json has them"
             )
         if self.lora_rank and not self.target_modules:
             yield "target_modules=[]: name the layers that get an adapter, or use all-linear"
