@@ -21,7 +21,7 @@ def block_with(page: Path, text: str) -> str:
     return block
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/extending.md", "docs/concepts.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/extending.md", "docs/concepts.md", "docs/agents.md"])
 def test_every_block_of_code_compiles(repo_root: Path, name: str) -> None:
     blocks = python_blocks(repo_root / name)
     assert blocks

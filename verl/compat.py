@@ -47,6 +47,13 @@ WELL_KNOWN: dict[str, str] = {
     "verl.trainer.ppo.ray_trainer.compute_advantage": "verl.trainer.ppo.advantage.compute_advantage",
     "verl.trainer.ppo.ray_trainer.apply_kl_penalty": "verl.trainer.ppo.advantage.apply_kl_penalty",
     "verl.trainer.ppo.ray_trainer.compute_response_mask": "verl.trainer.ppo.advantage.compute_response_mask",
+    # agents
+    "verl.experimental.agent_loop.AgentLoopBase": "verl.agent_loop.base.AgentLoopBase",
+    "verl.experimental.agent_loop.AgentLoopOutput": "verl.agent_loop.base.AgentLoopOutput",
+    "verl.experimental.agent_loop.register": "verl.agent_loop.base.register",
+    "verl.tools.base_tool.BaseTool": "verl.tools.base_tool.BaseTool",
+    "verl.tools.schemas.ToolResponse": "verl.tools.schemas.ToolResponse",
+    "verl.tools.schemas.OpenAIFunctionToolSchema": "verl.tools.schemas.OpenAIFunctionToolSchema",
     # workers
     "verl.single_controller.ray.RayWorkerGroup": "verl.single_controller.ray.base.RayWorkerGroup",
     "verl.single_controller.ray.RayResourcePool": "verl.single_controller.ray.resource_pool.RayResourcePool",

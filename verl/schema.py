@@ -136,6 +136,15 @@ _TABLE = (
     Field("rm_ref_log_prob", _RESPONSE, FLOAT, "process reward", "process reward", "Reference of the reward model."),
     Field("outcomes", _ROW, FLOAT, "reward", "process reward", "Whether a response is right, 0 to 1."),
     Field("process_rewards", _RESPONSE, FLOAT, "process reward", "PRIME", "Reward of each token."),
+    Field(
+        "turn_scores",
+        _RESPONSE,
+        FLOAT,
+        "agent loop",
+        "reward",
+        "Scores of single turns, on each turn's last token; added to the response's.",
+    ),
+    Field("aborted", _ROW, ("bool",), "agent loop", "reward", "Whether a trajectory was given up and has no result."),
     Field("reward_baselines", _ROW, FLOAT, "source", "ReMax", "Reward of the greedy response to the same prompt."),
     Field(
         "rollout_is_weights",
@@ -164,6 +173,12 @@ _TABLE = (
     Field("raw_prompt_ids", _ROW, OBJECT, "data", "rollout servers", "The prompt's token ids without padding."),
     Field("agent_name", _ROW, OBJECT, "data", "agent loop", "Agent loop that handles the row."),
     Field("tools_kwargs", _ROW, OBJECT, "data", "agent loop", "Arguments for the row's tools."),
+    Field("interaction_kwargs", _ROW, OBJECT, "data", "agent loop", "Arguments for the row's user or environment."),
+    Field("__num_turns__", _ROW, OBJECT, "agent loop", "reward, metrics", "Turns of a conversation, both sides."),
+    Field("tool_call_counts", _ROW, OBJECT, "agent loop", "metrics", "Tool calls of a conversation."),
+    Field("agent_info", _ROW, OBJECT, "agent loop", "metrics", "Times, counts and failures of a trajectory."),
+    Field("state_hashes", _ROW, OBJECT, "agent loop", "GiGPO", "State in which each turn was taken."),
+    Field("tool_rewards", _ROW, OBJECT, "agent loop", "reward", "What tools gave for turns and the trajectory."),
     Field("multi_modal_inputs", _ROW, OBJECT, "data", "engines", "Processed images and videos of the prompt."),
 )
 

@@ -361,8 +361,6 @@ def test_values_that_mean_off_are_accepted(ppo):
     ppo(
         f"{ARR}.model.lora_rank=0",
         f"{ARR}.model.lora_alpha=16",
-        f"{ARR}.rollout.multi_turn.enable=False",
-        f"{ARR}.rollout.multi_turn.max_user_turns=3",
         f"{ARR}.rollout.data_parallel_size=1",
         f"{ARR}.actor.ulysses_sequence_parallel_size=1",
         f"{ARR}.actor.fsdp_config.use_orig_params=True",

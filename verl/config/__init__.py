@@ -17,6 +17,7 @@ from verl.config.filter_groups import FilterGroupsConfig
 from verl.config.fsdp import FSDPConfig, MixedPrecisionConfig, WrapPolicyConfig
 from verl.config.load import load_config
 from verl.config.model import ModelConfig
+from verl.config.multi_turn import AgentConfig, MultiTurnConfig
 from verl.config.optim import OptimConfig
 from verl.config.ppo import PPOConfig, RayKwargsConfig
 from verl.config.preference import PreferenceConfig, PreferenceDataConfig, PreferenceLossConfig
@@ -36,6 +37,7 @@ from verl.config.trainer import RunConfig, TrainerConfig
 __all__ = [
     "ActorConfig",
     "ActorRolloutRefConfig",
+    "AgentConfig",
     "AlgorithmConfig",
     "CheckpointConfig",
     "Config",
@@ -51,6 +53,7 @@ __all__ = [
     "MicroBatch",
     "MixedPrecisionConfig",
     "ModelConfig",
+    "MultiTurnConfig",
     "MultiturnConfig",
     "OptimConfig",
     "PPOConfig",

@@ -152,10 +152,6 @@ _PARALLEL = (
     "splits the rollout engine over ranks in a way that is not in this version; use 1 or leave it out "
     "(rollout.tensor_model_parallel_size splits vLLM's weights)"
 )
-_AGENT = (
-    "is for multi-turn generation with tools, which is not in this version; leave it out, each prompt then gets one "
-    "response"
-)
 _PROFILER = "is for the profilers, which are not in this version; leave it out (timing_s/* metrics give phase times)"
 _MEGATRON = (
     "is for the Megatron engine, which is not in this version; use strategy=fsdp and the fsdp_config section instead"
@@ -240,13 +236,28 @@ UNSUPPORTED: Sequence[Unsupported] = (
         (0, 0.0),
     ),
     # agents
-    Unsupported(f"{_R}.multi_turn.enable", _AGENT, (False,)),
-    Unsupported(f"{_R}.multi_turn.**", _AGENT, switch="enable"),
-    Unsupported(f"{_R}.agent.**", _AGENT),
+    Unsupported(
+        f"{_R}.multi_turn.tokenization_sanity_check_mode",
+        "compares turns with a tokenisation of the whole text; here sampled tokens are never encoded again, and "
+        "rollout.multi_turn.on_history_rewrite says what a template that rewrites earlier turns means; leave it out",
+        ("disable", "strict", "ignore_strippable"),
+    ),
+    Unsupported(
+        f"{_R}.multi_turn.use_inference_chat_template",
+        "chooses between two renderings of a conversation; here the chat template is applied turn by turn, so leave "
+        "it out",
+        (True, False),
+    ),
+    Unsupported(
+        f"{_R}.agent.custom_async_server.**",
+        "names a server class of another framework; leave it out, or use an agent loop of your own "
+        "(rollout.agent.agent_loop_config_path)",
+        (None,),
+    ),
     Unsupported(
         f"{_R}.trace.**",
-        "is for tracing conversations, which is not in this version; trainer.rollout_data_dir writes every sample as "
-        "JSONL",
+        "is for tracing services; rollout.agent.trace_dir writes trajectories as JSONL, and "
+        "rollout.agent.opentelemetry sends them as spans",
         (None, False),
     ),
     # algorithms

@@ -134,10 +134,17 @@ class PPOConfig(Config):
         for key, path in (
             ("reward.custom_reward_function.path", self.reward.custom_reward_function.path),
             ("data.custom_cls.path", self.data.custom_cls.path),
+            *self._agent_files(),
             ("trainer.resume_from_path", self.trainer.resume_from_path),
         ):
             bad.append(missing_file(f"{key}={path}", path, directory=key.startswith("trainer")))
         raise_problems("files that the configuration names are missing", bad)
+
+    def _agent_files(self) -> Iterator[tuple[str, str | None]]:
+        rollout, where = self.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+        yield f"{where}.agent.agent_loop_config_path", rollout.agent.agent_loop_config_path
+        yield f"{where}.multi_turn.tool_config_path", rollout.multi_turn.tool_config_path
+        yield f"{where}.multi_turn.interaction_config_path", rollout.multi_turn.interaction_config_path
 
     def _data_problems(self) -> Iterator[str]:
         data, trainer = self.data, self.trainer
@@ -148,6 +155,11 @@ class PPOConfig(Config):
             yield f"data.val_files=[]: {why} needs validation data, data.val_files=test.parquet or a list of files"
         if not self.actor_rollout_ref.model.path:
             yield "actor_rollout_ref.model.path=None: give the model to train, a directory or a Hugging Face id"
+        if self.actor_rollout_ref.rollout.agent_loop not in (None, "single_turn_agent") and not data.return_raw_chat:
+            yield (
+                "data.return_raw_chat=False: agent loops begin with the chat messages of a prompt; use "
+                "data.return_raw_chat=True"
+            )
         if self.reward_model.enable and not self.reward_model.implicit and not data.return_raw_chat:
             yield (
                 "data.return_raw_chat=False: the reward model applies its own chat template, so it needs the chat "

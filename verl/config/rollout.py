@@ -8,6 +8,7 @@ from typing import Any
 
 from verl.config.base import Config, MicroBatch, opt, section, suggestion
 from verl.config.fsdp import DTYPE_SPELLINGS, DTYPES
+from verl.config.multi_turn import AgentConfig, MultiTurnConfig
 
 ACTOR = "actor_rollout_ref.actor"
 ENGINES = ("hf", "vllm")
@@ -153,6 +154,18 @@ class RolloutConfig(Config):
         inherits=f"{ACTOR}.ppo_max_token_len_per_gpu",
     )
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig, "Sampling during validation.")
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "How the model talks with tools, users and environments.")
+    agent: AgentConfig = section(AgentConfig, "Which agent loop handles a row, and within which limits.")
+
+    @property
+    def agent_loop(self) -> str | None:
+        """The agent loop of rows that name none; None when rows do not go through agent loops."""
+        agent = self.agent
+        if agent.default_agent_loop is not None:
+            return agent.default_agent_loop
+        if self.multi_turn.enable:
+            return "tool_agent"
+        return "single_turn_agent" if agent.agent_loop_config_path is not None else None
 
     def problems(self) -> Iterator[str]:
         if self.name not in ENGINES:
@@ -169,6 +182,11 @@ class RolloutConfig(Config):
         for where, top_k in (("top_k", self.top_k), ("val_kwargs.top_k", self.val_kwargs.top_k)):
             if top_k == 0:
                 yield f"{where}=0: must be -1 (all tokens) or a positive number of tokens"
+        if self.agent_loop is not None and self.mode == "sync" and self.tensor_model_parallel_size > 1:
+            yield (
+                f"tensor_model_parallel_size={self.tensor_model_parallel_size}: agent loops inside the training "
+                "processes ask one rank at a time, which a split model cannot serve; use 1"
+            )
         need = self.prompt_length + self.response_length
         if self.max_model_len is not None and self.max_model_len < need:
             yield (

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from verl.protocol import DataProto
 
 
+#: columns of agent loops -> their name in the ``extra_info`` that a reward function is given
+AGENT_COLUMNS = {"__num_turns__": "num_turns", "tool_rewards": "tool_rewards", "tool_call_counts": "tool_call_counts"}
+
+
 @dataclass(frozen=True)
 class Sample:
     """One response with what is needed to score it.
@@ -88,8 +92,9 @@ def _sample(
     if not isinstance(reference, Mapping) or "ground_truth" not in reference:
         raise DataError(f"{what}: reward_model={reference!r} has no 'ground_truth'; the reward needs one")
     extra = dict(row.get("extra_info") or {})
-    if row.get("__num_turns__") is not None:
-        extra["num_turns"] = row["__num_turns__"]
+    for column, name in AGENT_COLUMNS.items():
+        if row.get(column) is not None:
+            extra[name] = row[column]
     return Sample(
         prompt=prompt,
         response="\n".join(turns),
@@ -132,7 +137,7 @@ def decode_samples(data: DataProto, tokenizer: PreTrainedTokenizerBase, reward_f
         spans.append((len(texts), len(turns), len(ids)))
         texts += [prompts[index][attention[index, :width]].tolist(), ids, *turns]
     decoded = tokenizer.batch_decode(texts, skip_special_tokens=True)
-    columns = [name for name in ("reward_model", reward_fn_key, "extra_info", "__num_turns__") if name in fields]
+    columns = [name for name in ("reward_model", reward_fn_key, "extra_info", *AGENT_COLUMNS) if name in fields]
     return [
         _sample(
             decoded[start],

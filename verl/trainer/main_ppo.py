@@ -86,6 +86,7 @@ class TaskRunner:
         import_external_lib(model.external_lib)  # estimators and reward managers run in this process
         check_algorithm(config, self.source_fields)
         tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+        self.check_agents(tokenizer)
         reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
         if hasattr(reward_fn, "close"):  # those of users need not have it
             self._at_end.callback(reward_fn.close)
@@ -120,6 +121,7 @@ class TaskRunner:
                 seed=trainer.seed,
                 dump_dir=trainer.validation_data_dir,
                 show=trainer.log_val_generations,
+                row_fields=self.row_fields,
             )
         return RayPPOTrainer(
             config=config,
@@ -145,13 +147,27 @@ class TaskRunner:
         needed = fields_needed(get_adv_estimator_fn(self.config.algorithm.adv_estimator))
         return needed & {"reward_baselines"}
 
+    @property
+    def row_fields(self) -> tuple[str, ...]:
+        """Columns of the data that generation reads: agent loops want more than tokens."""
+        from verl.agent_loop.batch import ROW_FIELDS
+
+        return ROW_FIELDS if self.config.actor_rollout_ref.rollout.agent_loop is not None else ()
+
     def build_source(self, dataloader: Any, rollout: WorkerGroup, scorer: Scorer) -> Source:
         """Where training batches come from: generation on request, with the groups filtered where configured."""
         from verl.trainer.ppo.group_filter import GroupFilter
         from verl.trainer.ppo.sources import SyncSource
 
         algorithm, n = self.config.algorithm, self.config.actor_rollout_ref.rollout.n
-        source = SyncSource(dataloader, rollout, n, scorer, greedy_baselines="reward_baselines" in self.source_fields)
+        source = SyncSource(
+            dataloader,
+            rollout,
+            n,
+            scorer,
+            greedy_baselines="reward_baselines" in self.source_fields,
+            row_fields=self.row_fields,
+        )
         chosen = algorithm.filter_groups
         if not chosen.enable:
             return source
@@ -216,6 +232,14 @@ class TaskRunner:
             total_steps=total_steps,
             run_ids=self.run_ids,
         )
+
+    def check_agents(self, tokenizer: Any) -> None:
+        """Agent loops and tools that do not exist or cannot work are told before anything starts."""
+        from verl.agent_loop.runner import AgentLoopRunner
+
+        rollout, data = self.config.actor_rollout_ref.rollout, self.config.data
+        if rollout.agent_loop is not None:
+            AgentLoopRunner(rollout, tokenizer, template_kwargs=data.apply_chat_template_kwargs, name="check").close()
 
     def check_devices(self) -> None:
         """More GPUs than this machine has is an error before anything is loaded (one node; Ray checks the rest)."""

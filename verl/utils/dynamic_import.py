@@ -1,4 +1,4 @@
-"""Load a function or class that a user names by file path, or by module, and by name."""
+"""Load a function or class, or a YAML file, that a user names."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import yaml
 
 from verl.errors import ConfigError
 
@@ -77,3 +79,27 @@ def load_object(path: str, name: str) -> Any:
     ]
     listing = ", ".join(defined) if defined else "no function or class"
     raise ConfigError(f"{path!r} has no {name!r}; it defines {listing}")
+
+
+def load_target(target: str) -> Any:
+    """The object that is named ``package.module.Name`` or ``file.py:Name``.
+
+    Raises:
+        ConfigError: the name is of neither form, or there is no such object.
+    """
+    path, _, name = target.rpartition(":") if ":" in target else target.rpartition(".")
+    if not path:
+        raise ConfigError(f"{target!r}: write package.module.Name or file.py:Name")
+    return load_object(path, name)
+
+
+def read_yaml(path: str, key: str) -> Any:
+    """The content of a YAML file that the configuration key ``key`` names.
+
+    Raises:
+        ConfigError: the file cannot be read or is no YAML.
+    """
+    try:
+        return yaml.safe_load(Path(path).expanduser().read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{key}={path}: cannot be read: {error}") from error

@@ -16,6 +16,7 @@ _REMEDIES = {
     "values": "set critic.enable=True",
     "ref_log_prob": "set actor_rollout_ref.actor.use_kl_loss=True or algorithm.use_kl_in_reward=True",
     "process_rewards": "set reward_model.enable=True and reward_model.kind=implicit",
+    "state_hashes": "set actor_rollout_ref.rollout.multi_turn.enable=True",
     "entropys": "set algorithm.rollout_correction.bypass_mode=False",
 }
 
@@ -30,6 +31,8 @@ def fields_made(config: PPOConfig) -> frozenset[str]:
         made.add("ref_log_prob")
     if config.reward_model.implicit:
         made.add("process_rewards")
+    if config.actor_rollout_ref.rollout.agent_loop is not None:
+        made.add("state_hashes")
     if not correction.bypass_mode:
         made.add("entropys")
         made |= {"rollout_is_weights"} if correction.rollout_is is not None else set()

@@ -26,6 +26,24 @@ GLOSSARY: dict[str, str] = {
     "prompt_length/clip_ratio": "Share of prompts as long as the prompt limit.",
     "num_turns/{mean|max|min}": "Turns of a conversation, both sides counted.",
     "tool_call_counts/{mean|max|min}": "Tool calls of a conversation.",
+    # agents
+    "agent/aborted/<reason>": (
+        "Trajectories given up: timeout, exception, data, rollout, generation_aborted, history_rewrite."
+    ),
+    "agent/aborted_fraction": "Share of trajectories given up; they take no part in the update.",
+    "agent/tool_calls/<tool>": "Calls of a tool, those that failed included.",
+    "agent/tool_failures/<kind>": (
+        "Tool calls answered with an error: malformed_call, unknown_tool, bad_arguments, too_many_calls, exception, "
+        "timeout, not_text; reward counts failures of calc_reward."
+    ),
+    "agent/tool_failure_fraction": "Share of tool calls answered with an error.",
+    "agent/tool_seconds/{mean|max}": "Wall time of a tool call, waiting for its turn included, in seconds.",
+    "agent/generate_seconds/{mean|max}": "Wall time that a trajectory waited for the model, in seconds.",
+    "agent/trajectory_seconds/{mean|max}": "Wall time of a trajectory in seconds.",
+    "agent/truncated": "Trajectories that ended because an answer did not fit into the response length.",
+    "agent/history_rewrites": "Trajectories in which the chat template would have rewritten earlier turns.",
+    "agent/engine_idle_fraction": "Share of the generation phase in which no trajectory waited for the model.",
+    "agent/reported/<name>": "Mean of a number that agent loops return as a metric.",
     "global_seqlen/{min|max}": "Fewest and most tokens of a rank if the batch were cut as it came.",
     "global_seqlen/minmax_diff": "Difference between the most and the fewest tokens of a rank without balancing.",
     "global_seqlen/{balanced_min|balanced_max}": "Fewest and most tokens of a rank after balancing.",

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.agent_loop.metrics import agent_metrics
 from verl.protocol import DataProto
 from verl.trainer.ppo.fields import tensors_of
 from verl.trainer.ppo.glossary import GLOSSARY, describe, undocumented
@@ -73,7 +74,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     Returns:
         ``critic/{score,rewards,advantages,returns,values}/*``, ``critic/vf_explained_var``, ``actor/entropy``,
         ``response_length/*``, ``response_length_non_aborted/*``, ``response/aborted_ratio``, ``prompt_length/*``,
-        ``num_turns/*``, ``tool_call_counts/*`` and ``training/rollout_probs_diff_*``.
+        ``num_turns/*``, ``tool_call_counts/*``, ``agent/*`` and ``training/rollout_probs_diff_*``.
     """
     tensors = tensors_of(batch)
     mask = tensors["response_mask"].bool()
@@ -117,6 +118,8 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
             if key in batch.non_tensor_batch:
                 metrics |= _stats(prefix, torch.tensor([float(v) for v in batch.non_tensor_batch[key]]))
                 break
+    if "agent_info" in batch.non_tensor_batch:
+        metrics |= agent_metrics(list(batch.non_tensor_batch["agent_info"]))
     return metrics
 
 

@@ -52,6 +52,7 @@ def role_classes(config: PPOConfig, device: str, total_steps: int, wrap: Any) ->
     Args:
         wrap: makes the controller's class-with-arguments from a class: ``wrap(cls, *args, **kwargs)``.
     """
+    from verl.agent_loop.role import with_agent_loops
     from verl.workers.fsdp_workers import (
         ActorRolloutRefWorker,
         CriticWorker,
@@ -66,7 +67,13 @@ def role_classes(config: PPOConfig, device: str, total_steps: int, wrap: Any) ->
     actor = replace(section.actor, optim=_with_horizon(section.actor.optim, actor_steps))
     trains = not config.trainer.val_only
     role = "actor_rollout_ref" if config.use_reference_policy and trains else "actor_rollout"
-    classes = {"actor_rollout": wrap(ActorRolloutRefWorker, config=replace(section, actor=actor), role=role, **runtime)}
+    worker: type = ActorRolloutRefWorker
+    extra: dict[str, Any] = {}
+    if section.rollout.agent_loop is not None:
+        worker = with_agent_loops(worker)
+        extra["template_kwargs"] = config.data.apply_chat_template_kwargs
+    policy = {"config": replace(section, actor=actor), "role": role, **extra}
+    classes = {"actor_rollout": wrap(worker, **policy, **runtime)}
     if config.use_critic and trains:
         critic = replace(config.critic, optim=_with_horizon(config.critic.optim, total_steps))
         classes["critic"] = wrap(CriticWorker, config=critic, rollout_n=section.rollout.n, **runtime)

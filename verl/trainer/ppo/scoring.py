@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,18 @@ class Scorer:
         self.reward_model = reward_model
 
     def judge(self, batch: DataProto) -> Scored:
-        """Score every row once; of the batch only ``rm_scores`` is added."""
+        """Score every row once; of the batch only ``rm_scores`` is added.
+
+        Scores of single turns, which agent loops give, are added. Aborted trajectories have no score.
+        """
         if self.reward_model is not None:
             batch.union(self.reward_model.compute_rm_score(stage_batch(batch, "rm_score")))
-        return score_batch(self.reward_fn, batch)
+        scored = score_batch(self.reward_fn, batch)
+        if "turn_scores" in batch.batch:
+            scored = replace(scored, scores=scored.scores + batch.batch["turn_scores"])
+        if "aborted" in batch.batch:
+            scored = replace(scored, has_score=scored.has_score & ~batch.batch["aborted"])
+        return scored
 
     def __call__(self, batch: DataProto) -> dict[str, float]:
         """Score a training batch and add the result in place.
@@ -111,6 +119,8 @@ def leave_out(batch: DataProto, has_score: torch.Tensor) -> None:
     """
     for row in torch.nonzero(~has_score).flatten().tolist():
         batch.batch["response_mask"][row] = 0
+        if "state_hashes" in batch.non_tensor_batch:  # one for each turn in the mask
+            batch.non_tensor_batch["state_hashes"][row] = []
         batch.non_tensor_batch["uid"][row] += f"-without-score-{row}"
 
 

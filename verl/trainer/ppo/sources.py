@@ -7,12 +7,13 @@ trainer asks for the next scored batch and never learns how it was made. A sourc
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from verl.agent_loop.batch import expand_extra
 from verl.errors import DataError
 from verl.protocol import DataProto
 from verl.single_controller.base import WorkerGroup
@@ -59,15 +60,21 @@ def with_samples(prompts: DataProto, n: int, uid_prefix: str) -> DataProto:
     return batch
 
 
-def generate(rollout: WorkerGroup, batch: DataProto, *, step: int, validate: bool) -> DataProto:
+def generate(
+    rollout: WorkerGroup, batch: DataProto, *, step: int, validate: bool, row_fields: Sequence[str] = ()
+) -> DataProto:
     """Let the rollout workers answer every row and join the answers to the rows.
 
     Rows with ``greedy`` (B,) get the most probable tokens instead of samples.
+
+    Args:
+        row_fields: columns that the workers are given, as far as the batch has them; agent loops read some.
     """
     fields = [name for name in ("input_ids", "attention_mask", "sample_index", "greedy") if name in batch.batch]
-    request = batch.select(batch_keys=fields, non_tensor_batch_keys=[], meta_info_keys=[])
+    columns = [name for name in row_fields if name in batch.non_tensor_batch]
+    request = batch.select(batch_keys=fields, non_tensor_batch_keys=columns, meta_info_keys=[])
     request.meta_info.update(step=step, validate=validate)
-    responses = rollout.generate_sequences(request)
+    responses = expand_extra(rollout.generate_sequences(request))
     # the prompt-only forms are superseded by the whole sequences
     rows = batch.select(batch_keys=["sample_index"])
     return rows.union(responses)
@@ -85,16 +92,25 @@ class SyncSource:
         score: scores a batch in place.
         greedy_baselines: answer every prompt once more with the most probable tokens, in the same generation phase, and
             add that answer's score to the prompt's samples as ``reward_baselines`` (B,).
+        row_fields: columns that the rollout reads.
     """
 
     def __init__(
-        self, dataloader: Any, rollout: WorkerGroup, n: int, score: Score, *, greedy_baselines: bool = False
+        self,
+        dataloader: Any,
+        rollout: WorkerGroup,
+        n: int,
+        score: Score,
+        *,
+        greedy_baselines: bool = False,
+        row_fields: Sequence[str] = (),
     ) -> None:
         self.dataloader = dataloader
         self.rollout = rollout
         self.n = n
         self.score = score
         self.greedy_baselines = greedy_baselines
+        self.row_fields = row_fields
         self.fields = frozenset({"reward_baselines"} if greedy_baselines else ())
         self.epoch = 0
         self._iterator: Iterator[dict[str, Any]] | None = None
@@ -113,7 +129,7 @@ class SyncSource:
             if self.greedy_baselines:
                 batch = _with_greedy(batch, prompts)
             batch.batch["sample_index"] += self._calls * samples
-            batch = generate(self.rollout, batch, step=step, validate=False)
+            batch = generate(self.rollout, batch, step=step, validate=False, row_fields=self.row_fields)
         with timer("reward"):
             metrics = self.score(batch)
             if self.greedy_baselines:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ class Validator:
         seed: seed of the run.
         dump_dir: where ``<step>.jsonl`` goes, or None.
         show: how many samples go to the trackers.
+        row_fields: columns that the rollout reads.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Validator:
         seed: int,
         dump_dir: str | None = None,
         show: int = 0,
+        row_fields: Sequence[str] = (),
     ) -> None:
         self.dataloader = dataloader
         self.rollout = rollout
@@ -52,6 +55,7 @@ class Validator:
         self.seed = seed
         self.dump_dir = Path(dump_dir) if dump_dir else None
         self.show = show
+        self.row_fields = row_fields
 
     def run(self, step: int) -> tuple[dict[str, float], list[Sample]]:
         """Validate the policy as it is after ``step``.
@@ -67,7 +71,7 @@ class Validator:
             # places in the whole validation set, so that its batch size does not change the samples
             batch.batch["sample_index"] += rows_seen
             rows_seen += len(batch)
-            batch = generate(self.rollout, batch, step=0, validate=True)
+            batch = generate(self.rollout, batch, step=0, validate=True, row_fields=self.row_fields)
             result = self.scorer.judge(batch)
             scores = result.sums()
             record.add(

@@ -1,0 +1,59 @@
+"""What the page about agents shows works as it is printed there."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.agent_loop.script import TOKENIZER, config, row, run, text_of
+from verl.agent_loop.parsers import PARSERS, ToolCall
+from verl.agent_loop.runner import AgentLoopRunner
+from verl.tools.loading import load_tools
+
+
+@pytest.fixture
+def page(repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The blocks of the page; those with a file's name in the first line lie in the working directory."""
+    text = (repo_root / "docs" / "agents.md").read_text("utf-8")
+    blocks = re.findall(r"```(?:python|yaml)\n(.*?)```", text, re.DOTALL)
+    for block in blocks:
+        if name := re.match(r"# (\w+\.(?:py|yaml))", block):
+            (tmp_path / name[1]).write_text(block)
+    monkeypatch.chdir(tmp_path)
+    return blocks
+
+
+def test_the_calculator_and_the_tool_file(page: list[str], tmp_path: Path) -> None:
+    calculator = load_tools(None, "my_tools.py")["calculator"]
+    description = calculator.tool_schema.for_template()["function"]["parameters"]["properties"]["expression"]
+    assert description["description"] == "digits and operators, for example 17*23."
+    (notebook,) = [block for block in page if "class Notebook" in block]
+    (listing,) = [block for block in page if block.startswith("tools:")]
+    Path("notebook.py").write_text(notebook)
+    Path("tools.yaml").write_text(listing.replace("my_tools.py", "notebook.py"))
+    tools = load_tools("tools.yaml")
+    assert list(tools) == ["note", "python", "search"]
+    call = json.dumps({"name": "note", "arguments": {"text": "x"}})
+    one = AgentLoopRunner(config(), TOKENIZER, tools=tools)
+    said = lambda text: "ok<|end|>" if "<|tool|>" in text else f"<tool_call>{call}</tool_call><|end|>"  # noqa: E731
+    (trajectory,) = run(one, said, [row(tools_kwargs={"note": {"create_kwargs": {"first": "y"}}})])
+    assert "<|tool|>noted<|end|>" in text_of(trajectory)
+    assert trajectory.output.extra_fields["tool_rewards"]["trajectory"] == {"note": pytest.approx(0.2)}
+
+
+def test_the_loop_and_the_format(page: list[str]) -> None:
+    assert yaml.safe_load(Path("loops.yaml").read_text())[0]["question"] == "Are you sure?"
+    one = AgentLoopRunner(config(agent={"agent_loop_config_path": "loops.yaml"}), TOKENIZER)
+    (trajectory,) = run(one, lambda text: "yes", [row(agent_name="twice")])
+    assert text_of(trajectory) == "yesAre you sure?yes"
+    assert trajectory.output.response_mask == [1] * 3 + [0] * 13 + [1] * 3
+    (arrow,) = [block for block in page if "class Arrow" in block]
+    exec(arrow, {})
+    try:
+        assert PARSERS["arrow"]().parse("mul -> 2*3").calls == [ToolCall("mul", {"expression": "2*3"})]
+    finally:
+        PARSERS._items.pop("arrow")

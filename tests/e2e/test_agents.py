@@ -1,0 +1,109 @@
+"""Training runs whose rows go through agent loops."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl.errors import ConfigError, WorkerError
+from verl.trainer.ppo.glossary import undocumented
+
+pytestmark = pytest.mark.e2e
+
+Run = Callable[..., list[dict[str, Any]]]
+R = "actor_rollout_ref.rollout"
+
+# a random model calls no tool: in this format everything that it says is a call
+PLUGIN = '''
+from verl.agent_loop.parsers import PARSERS, ParsedTurn, ToolCall, ToolParser, register_parser
+from verl.tools import ToolResponse, function_tool
+
+@function_tool("echo")
+def echo(text: str) -> object:
+    """Repeat."""
+    if "0" in text:
+        raise ValueError("no zeros")
+    return ToolResponse(text=text), 0.25, {}
+
+if "every_turn" not in PARSERS:
+    @register_parser("every_turn")
+    class EveryTurn(ToolParser):
+        def parse(self, text):
+            return ParsedTurn("", [ToolCall("echo", {"text": text[:2]})])
+'''
+
+
+@pytest.fixture
+def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Overrides of a run with a tool."""
+    (tmp_path / "agents_plugin.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    return [
+        "data.max_prompt_length=48",
+        "data.max_response_length=64",
+        "actor_rollout_ref.model.external_lib=agents_plugin",
+        f"{R}.multi_turn.enable=True",
+        f"{R}.multi_turn.format=every_turn",
+        f"{R}.multi_turn.function_tool_path={tmp_path}/agents_plugin.py",
+        f"{R}.multi_turn.max_assistant_turns=3",
+        f"{R}.multi_turn.tool_rewards=add",
+        f"{R}.multi_turn.max_tool_response_length=8",
+        f"{R}.agent.trace_dir={tmp_path}/traces",
+    ]
+
+
+def test_a_tool_run_on_ray_with_two_workers(run_training: Run, agents: list[str], tmp_path: Path) -> None:
+    rows = run_training(
+        *agents,
+        "trainer.n_gpus_per_node=2",
+        "trainer.total_training_steps=2",
+        f"trainer.rollout_data_dir={tmp_path}/samples",
+    )
+    for row in rows:
+        data = row["data"]
+        assert undocumented(data) == []
+        assert data["training/rollout_probs_diff_max"] < 1e-4  # the rows reproduce what was sampled
+        assert data["num_turns/max"] == 6
+        assert data["tool_call_counts/max"] == 2
+        assert data["agent/tool_calls/echo"] > 0
+        assert data["agent/aborted_fraction"] == 0.0
+        assert data["actor/ppo_kl"] != 0.0
+    traces = [json.loads(line) for file in (tmp_path / "traces").glob("rank*.jsonl") for line in file.open()]
+    assert {trace["step"] for trace in traces if not trace["validate"]} == {1, 2}
+    assert len({trace["session"] for trace in traces if trace["step"] == 1}) == 16
+    sample = json.loads((tmp_path / "samples" / "1.jsonl").read_text().splitlines()[0])
+    assert "<|tool|>" in sample["output"]
+
+
+def test_gigpo_groups_steps_by_the_state_that_tools_show(run_training: Run, agents: list[str]) -> None:
+    rows = run_training(
+        *agents, "trainer.controller=local", "algorithm.adv_estimator=gigpo", "trainer.total_training_steps=1"
+    )
+    assert rows[0]["data"]["actor/grad_norm"] > 0
+
+
+def test_a_single_turn_agent_trains_exactly_as_without_one(run_training: Run) -> None:
+    plain = run_training("trainer.controller=local")
+    agent = run_training("trainer.controller=local", f"{R}.agent.default_agent_loop=single_turn_agent")
+    for one, other in zip(plain, agent, strict=True):
+        for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "actor/entropy"):
+            assert one["data"][name] == pytest.approx(other["data"][name], rel=1e-5), name
+
+
+def test_a_run_whose_trajectories_all_fail_says_why(run_training: Run, agents: list[str]) -> None:
+    with pytest.raises(WorkerError, match="more than data.max_prompt_length=6; raise it"):
+        run_training(*agents, "trainer.controller=local", "data.max_prompt_length=6", "data.truncation=left")
+
+
+def test_wrong_settings_are_told_before_anything_starts(run_training: Run, agents: list[str]) -> None:
+    with pytest.raises(ConfigError, match="unknown tool-call format 'hermse'"):
+        run_training(*agents, f"{R}.multi_turn.format=hermse")
+    with pytest.raises(ConfigError, match="unknown agent loop 'tool_agnet'"):
+        run_training(*agents, f"{R}.agent.default_agent_loop=tool_agnet")
+    with pytest.raises(ConfigError, match=r"tool_config_path=none.yaml: .*does not exist|missing"):
+        run_training(*agents, f"{R}.multi_turn.tool_config_path=none.yaml")

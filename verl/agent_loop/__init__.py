@@ -1,0 +1,32 @@
+"""Agents: trajectories of many turns with tools and environments, each a coroutine that talks in tokens."""
+
+from __future__ import annotations
+
+from verl.agent_loop.base import (
+    AGENT_LOOPS,
+    AgentContext,
+    AgentLoopBase,
+    AgentLoopOutput,
+    EngineGenerator,
+    TokenGenerator,
+    register,
+)
+from verl.agent_loop.conversation import Conversation, HistoryRewritten
+from verl.agent_loop.ledger import TokenLedger
+from verl.agent_loop.single_turn import SingleTurnAgentLoop
+from verl.agent_loop.tool_agent import ToolAgentLoop
+
+__all__ = [
+    "AGENT_LOOPS",
+    "AgentContext",
+    "AgentLoopBase",
+    "AgentLoopOutput",
+    "Conversation",
+    "EngineGenerator",
+    "HistoryRewritten",
+    "SingleTurnAgentLoop",
+    "TokenGenerator",
+    "TokenLedger",
+    "ToolAgentLoop",
+    "register",
+]

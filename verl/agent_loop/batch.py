@@ -1,0 +1,213 @@
+"""Between a batch of the controller and the trajectories of agent loops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from verl.agent_loop.base import AgentLoopOutput
+from verl.data.collate import object_array
+from verl.errors import DataError
+from verl.protocol import DataProto
+from verl.rewards.manager import OUTCOME_FIELD
+from verl.rewards.outcome import RewardOutcome
+from verl.workers.rollout.batch import position_ids_from_mask, requests_from_batch
+
+if TYPE_CHECKING:
+    from verl.config import RolloutConfig
+
+#: columns of a row that its agent loop is given, as far as the batch has them
+ROW_FIELDS = (
+    "raw_prompt",
+    "agent_name",
+    "tools_kwargs",
+    "interaction_kwargs",
+    "extra_info",
+    "reward_model",
+    "data_source",
+    "index",
+    "uid",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What an agent loop is asked to do.
+
+    Attributes:
+        session: name of the trajectory, unique in the step.
+        sampling_params: how tokens are chosen.
+        fields: keyword arguments of the loop.
+    """
+
+    session: str
+    sampling_params: dict[str, Any]
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """How a row ended.
+
+    Attributes:
+        output: the training row; empty for an aborted one.
+        info: numbers for metrics, see :meth:`verl.agent_loop.trace.Trace.summary`.
+        aborted: why there is no result; None if there is one.
+    """
+
+    output: AgentLoopOutput
+    info: dict[str, Any] = field(default_factory=dict)
+    aborted: str | None = None
+
+
+def rows_from_batch(batch: DataProto, config: RolloutConfig, *, seed: int, step: int, validate: bool) -> list[Row]:
+    """One row for each sample; seeds are those of generation without agent loops."""
+    requests = requests_from_batch(batch, config, seed=seed, step=step, validate=validate)
+    columns = {name: batch.non_tensor_batch[name] for name in ROW_FIELDS if name in batch.non_tensor_batch}
+    indices = batch.batch["sample_index"].tolist() if "sample_index" in batch.batch else range(len(requests))
+    rows = []
+    for number, (request, index) in enumerate(zip(requests, indices, strict=True)):
+        fields = {name: values[number] for name, values in columns.items()}
+        fields |= {"raw_prompt_ids": request.prompt_ids, "sample_index": index}
+        rows.append(Row(request.request_id, asdict(request.sampling), fields))
+    return rows
+
+
+def batch_from_trajectories(
+    trajectories: Sequence[Trajectory], *, prompt_length: int, response_length: int, pad_token_id: int
+) -> DataProto:
+    """The rollout's fields of the schema, and what agent loops add.
+
+    Args:
+        trajectories: in the order of the rows.
+        prompt_length: P; prompts are padded on the left.
+        response_length: R; responses are padded on the right.
+        pad_token_id: fills both.
+
+    Returns:
+        Besides the fields of :func:`verl.workers.rollout.batch.batch_from_completions`: ``aborted`` (B,) bool and the
+        columns ``__num_turns__``, ``tool_call_counts``, ``agent_info`` and ``agent_extra``, which :func:`expand_extra`
+        turns into fields of the whole batch.
+
+    Raises:
+        DataError: a row does not fit.
+    """
+    outputs = [trajectory.output for trajectory in trajectories]
+    size = len(outputs)
+    prompts = _padded([output.prompt_ids for output in outputs], prompt_length, pad_token_id, "prompt", left=True)
+    responses = _padded([output.response_ids for output in outputs], response_length, pad_token_id, "response")
+    masks = _padded([output.response_mask for output in outputs], response_length, 0, "response")
+    log_probs = np.zeros((size, response_length), np.float32)
+    attention = np.zeros((size, prompt_length + response_length), np.int64)
+    for row, output in enumerate(outputs):
+        given = output.response_logprobs
+        log_probs[row, : len(output.response_ids)] = 0.0 if given is None else given
+        attention[row, prompt_length - len(output.prompt_ids) : prompt_length + len(output.response_ids)] = 1
+    sampled = torch.from_numpy(masks)
+    attention_mask = torch.from_numpy(attention)
+    tensors = {
+        "prompts": torch.from_numpy(prompts),
+        "responses": torch.from_numpy(responses),
+        "input_ids": torch.from_numpy(np.concatenate([prompts, responses], axis=1)),
+        "attention_mask": attention_mask,
+        "position_ids": position_ids_from_mask(attention_mask),
+        "response_mask": sampled,
+        "rollout_log_probs": torch.where(sampled.bool(), torch.from_numpy(log_probs), 0.0),
+        "policy_version": torch.tensor(
+            [output.policy_versions or (-1, -1) for output in outputs], dtype=torch.int32
+        ).reshape(size, 2),
+        "aborted": torch.tensor([trajectory.aborted is not None for trajectory in trajectories], dtype=torch.bool),
+    }
+    arrays: dict[str, np.ndarray] = {
+        "__num_turns__": object_array([output.num_turns for output in outputs]),
+        "tool_call_counts": object_array([_calls(trajectory.info) for trajectory in trajectories]),
+        "agent_info": object_array([trajectory.info for trajectory in trajectories]),
+        "agent_extra": object_array([(output.reward_score, output.extra_fields) for output in outputs]),
+    }
+    return DataProto.from_dict(tensors=tensors, non_tensors=arrays)
+
+
+def expand_extra(batch: DataProto) -> DataProto:
+    """Give what the agent loops of a whole batch returned its place among the fields, in place.
+
+    Adds ``turn_scores`` (B,R) float32 where loops give them; where every finished row has a score of its own,
+    ``rm_scores`` (B,R) float32, else the column ``score_outcome`` with the scores that there are; and a column for each
+    extra field, None in rows that lack it. Which fields there are depends on all rows, so parts of a batch are joined
+    first.
+
+    Raises:
+        DataError: an extra field has the name of another one, or a row has not one score for each turn.
+    """
+    if "agent_extra" not in batch.non_tensor_batch:
+        return batch
+    rows = list(batch.non_tensor_batch.pop("agent_extra"))
+    scores, extras = [score for score, _ in rows], [extra for _, extra in rows]
+    aborted, mask = batch.batch["aborted"].tolist(), batch.batch["response_mask"]
+    if any("turn_scores" in extra for extra in extras):
+        batch.batch["turn_scores"] = _turn_scores(extras, mask)
+    finished = [score for score, gone in zip(scores, aborted, strict=True) if not gone]
+    if finished and None not in finished:
+        batch.batch["rm_scores"] = _on_last_token(scores, mask)
+    else:
+        outcomes = [_outcome(score, gone) for score, gone in zip(scores, aborted, strict=True)]
+        batch.non_tensor_batch[OUTCOME_FIELD] = object_array(outcomes)
+    names = dict.fromkeys(name for extra in extras for name in extra if name != "turn_scores")
+    for name in names:
+        if name in batch.non_tensor_batch or name in batch.batch or name in ROW_FIELDS:
+            raise DataError(f"an agent loop returns the extra field {name!r}, which the batch has already; rename it")
+        batch.non_tensor_batch[name] = object_array([extra.get(name) for extra in extras])
+    return batch
+
+
+def _turn_scores(extras: Sequence[Mapping[str, Any]], mask: torch.Tensor) -> torch.Tensor:
+    """(B,R): the score of each turn of the model on its last token."""
+    placed = torch.zeros(mask.shape, dtype=torch.float32)
+    for row, (extra, written) in enumerate(zip(extras, mask.tolist(), strict=True)):
+        scores = extra.get("turn_scores")
+        if scores is None:
+            continue
+        ends = [column for column, (a, b) in enumerate(pairwise([*written, 0])) if a and not b]
+        if len(ends) != len(scores):
+            raise DataError(
+                f"an agent loop gave {len(scores)} turn_scores for {len(ends)} turns of the model (runs of 1 in "
+                "response_mask)"
+            )
+        placed[row, ends] = torch.tensor(list(map(float, scores)))
+    return placed
+
+
+def _on_last_token(scores: Sequence[float | None], mask: torch.Tensor) -> torch.Tensor:
+    placed = torch.zeros(mask.shape, dtype=torch.float32)
+    for row, (score, written) in enumerate(zip(scores, mask, strict=True)):
+        places = written.nonzero()
+        if score is not None and len(places):
+            placed[row, places[-1]] = float(score)
+    return placed
+
+
+def _outcome(score: float | None, aborted: bool) -> RewardOutcome | None:
+    """A score that is there already; an aborted row, which counts nowhere, needs no verdict of the reward function."""
+    if aborted:
+        return RewardOutcome.scored(0.0)
+    return None if score is None else RewardOutcome.scored(float(score))
+
+
+def _calls(info: Mapping[str, Any]) -> int:
+    return sum(len(seconds) for seconds in info.get("tool_seconds", {}).values())
+
+
+def _padded(lists: Sequence[Sequence[int]], width: int, fill: int, what: str, *, left: bool = False) -> np.ndarray:
+    out = np.full((len(lists), width), fill, np.int64)
+    for row, values in enumerate(lists):
+        count = len(values)
+        if count > width:
+            key = "data.max_prompt_length" if left else "data.max_response_length"
+            raise DataError(f"an agent loop returned a {what} of {count} tokens, more than {key}={width}")
+        if count:
+            out[row, width - count if left else 0 : width if left else count] = values
+    return out

@@ -1,0 +1,106 @@
+"""A conversation in progress: its messages and its tokens side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from verl.agent_loop.ledger import TokenLedger
+from verl.data.chat import Message
+from verl.errors import RolloutError
+from verl.workers.rollout.base import Completion
+
+if TYPE_CHECKING:
+    from verl.agent_loop.templating import ChatTemplater, Piece
+
+
+class HistoryRewritten(RolloutError):
+    """The chat template would write earlier turns differently from what the model was shown."""
+
+
+class Conversation:
+    """Messages with their tokens; turns of the model and of the others alternate.
+
+    Args:
+        templater: renders the messages.
+        messages: the prompt.
+        max_tokens: most tokens of the response, those of the others included.
+        on_history_rewrite: ``refuse`` or ``append``, as in ``rollout.multi_turn``.
+    """
+
+    def __init__(
+        self,
+        templater: ChatTemplater,
+        messages: Sequence[Message],
+        *,
+        max_tokens: int,
+        on_history_rewrite: str = "refuse",
+    ) -> None:
+        self.templater = templater
+        self.messages: list[Message] = list(messages)
+        self.ledger = TokenLedger(templater.prompt(messages))
+        self.max_tokens = max_tokens
+        self.on_history_rewrite = on_history_rewrite
+        self.rewrites = 0
+        self._shown = templater.text(messages)
+        self._last: Completion | None = None  # the model's turn that nobody has answered yet
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be added."""
+        return self.max_tokens - len(self.ledger)
+
+    def add_sampled(self, completion: Completion) -> str:
+        """Add a turn of the model and return its text."""
+        self.ledger.append_sampled(completion)
+        ended = completion.finish_reason == "stop"
+        text = self.templater.turn_text(completion.token_ids, ended=ended)
+        self.messages.append({"role": "assistant", "content": text})
+        self._shown += text
+        self._last = completion
+        return text
+
+    def add(self, messages: Sequence[Message], pieces: Sequence[Piece] | None = None) -> bool:
+        """Add what the others answer to the model's turn, and open its next one.
+
+        Args:
+            messages: the answers.
+            pieces: their text, where the chat template cannot render them; what it would make of earlier turns is then
+                not looked at.
+
+        Returns:
+            False, with nothing added, when there is no room for it and at least one more token of the model.
+
+        Raises:
+            HistoryRewritten: the template rewrites earlier turns and the configuration refuses that.
+        """
+        if self._last is None:
+            raise RolloutError("messages can be added after a turn of the model only")
+        turn = self.messages[-1]
+        if pieces is not None:
+            more = self.templater.joined(pieces)
+        else:
+            ended = self._last.finish_reason == "stop"
+            more = self.templater.continuation(self.messages[:-1], messages, self._last.token_ids, ended=ended)
+        if len(more.ids) >= self.room:
+            return False
+        shown = self._shown + more.text
+        if pieces is None and self.templater.rewrites([*self.messages, *messages], shown):
+            self.rewrites += 1
+            if self.on_history_rewrite == "refuse":
+                raise HistoryRewritten(
+                    "the chat template would write earlier turns of this conversation differently from what the model "
+                    f"wrote and was shown (for instance it drops thinking); the last turn was {_short(turn)}. Set "
+                    "actor_rollout_ref.rollout.multi_turn.on_history_rewrite=append to keep sampled tokens as they "
+                    "are, or use a chat template that does not change earlier turns"
+                )
+        self.ledger.append_given(more.ids, str(messages[0]["role"]))
+        self.messages.extend(messages)
+        self._shown = shown
+        self._last = None
+        return True
+
+
+def _short(message: Message) -> str:
+    text = repr(message["content"])
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -1,0 +1,80 @@
+"""Formats whose arguments stand in tags: Qwen3-Coder and GLM."""
+
+from __future__ import annotations
+
+import re
+
+from verl.agent_loop.parsers.base import BrokenCall, ParsedTurn, ToolCall, ToolParser, between, register_parser
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+class _Tagged(ToolParser):
+    """``<tool_call>...</tool_call>`` around each call."""
+
+    def parse(self, text: str) -> ParsedTurn:
+        outside, bodies, unclosed = between(text, _OPEN, _CLOSE)
+        calls = [self.call(body) for body in bodies]
+        if unclosed is not None:
+            calls.append(BrokenCall(f"{_OPEN} without {_CLOSE}"))
+        return ParsedTurn(outside.strip(), calls)
+
+    def call(self, body: str) -> ToolCall | BrokenCall:
+        """The call between the tags."""
+        raise NotImplementedError
+
+
+@register_parser("qwen3_coder")
+class Qwen3CoderParser(_Tagged):
+    """``<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>``.
+
+    A line break after the opening and before the closing tag of a parameter belongs to the tags.
+    """
+
+    def call(self, body: str) -> ToolCall | BrokenCall:
+        found = re.fullmatch(r"\s*<function=([^<>\n]+)>(.*?)(</function>)?\s*", body, re.DOTALL)
+        if not found:
+            return BrokenCall("a call needs <function=name>")
+        name = found[1].strip()
+        if not found[3]:
+            return BrokenCall("<function=...> without </function>", name)
+        arguments = {}
+        rest = found[2]
+        while "<parameter=" in rest:
+            before, _, rest = rest.partition("<parameter=")
+            if before.strip():
+                break
+            key, closed, value = rest.partition(">")
+            value, ended, rest = value.partition("</parameter>")
+            if not closed or not ended or not key.strip():
+                return BrokenCall("<parameter=...> without </parameter>", name)
+            arguments[key.strip()] = self.typed(name, key.strip(), _unwrapped(value))
+        else:
+            if not rest.strip():
+                return ToolCall(name, arguments)
+        return BrokenCall("there is text between the parameters", name)
+
+
+@register_parser("glm")
+class GLMParser(_Tagged):
+    """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...</tool_call>``; of GLM-4.5 and later."""
+
+    def call(self, body: str) -> ToolCall | BrokenCall:
+        name, found, rest = body.partition("<arg_key>")
+        name = name.strip()
+        if not name or "<" in name:
+            return BrokenCall("the call has no name")
+        arguments = {}
+        rest = found + rest
+        while rest.strip():
+            pair = re.match(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", rest, re.DOTALL)
+            if not pair:
+                return BrokenCall("arguments are pairs of <arg_key> and <arg_value>", name)
+            arguments[pair[1].strip()] = self.typed(name, pair[1].strip(), pair[2])
+            rest = rest[pair.end() :]
+        return ToolCall(name, arguments)
+
+
+def _unwrapped(value: str) -> str:
+    value = value.removeprefix("\n")
+    return value.removesuffix("\n")

@@ -1,0 +1,250 @@
+"""Runs the trajectories of a batch at the same time, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import traceback
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl.agent_loop.base import (
+    AgentContext,
+    AgentLoopOutput,
+    GenerationAborted,
+    LoopSpec,
+    TokenGenerator,
+    find_loop,
+    read_agent_loops,
+)
+from verl.agent_loop.batch import Row, Trajectory
+from verl.agent_loop.conversation import HistoryRewritten
+from verl.agent_loop.trace import SpanExporter, Trace, TraceWriter
+from verl.errors import ConfigError, DataError, RolloutError
+from verl.tools.loading import load_tools
+from verl.tools.toolbox import ToolLimits
+from verl.workers.rollout.base import Completion, GenerationRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.config import RolloutConfig
+    from verl.tools.base_tool import BaseTool
+
+logger = logging.getLogger(__name__)
+
+#: how long a trajectory that is given up may take to clean up
+_GRACE_S = 30.0
+_FACTS = ("uid", "sample_index", "index", "data_source")
+
+
+class AgentLoopRunner:
+    """The agent loops and tools of a run.
+
+    Args:
+        config: the ``rollout`` section.
+        tokenizer: the policy's tokenizer.
+        template_kwargs: ``data.apply_chat_template_kwargs``.
+        tools: by name; None loads those that the configuration names.
+        name: of this process among those that run agent loops, for the file of traces.
+
+    Raises:
+        ConfigError: an agent loop, tool or format does not exist or cannot work with this tokenizer.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        tools: Mapping[str, BaseTool] | None = None,
+        name: str = "0",
+    ) -> None:
+        multi_turn = config.multi_turn
+        self.config = config
+        self.tokenizer = tokenizer
+        self.template_kwargs = dict(template_kwargs or {})
+        if tools is None:
+            tools = load_tools(multi_turn.tool_config_path, multi_turn.function_tool_path)
+        self.tools = dict(tools)
+        self.loops = read_agent_loops(config.agent.agent_loop_config_path)
+        self.default = config.agent_loop or "single_turn_agent"
+        self._checked: set[str] = set()
+        self._loop(self.default)
+        self.limits = ToolLimits(
+            timeout_s=multi_turn.tool_timeout_s,
+            max_length=multi_turn.max_tool_response_length,
+            truncate_side=multi_turn.tool_response_truncate_side,
+        )
+        self.writer = TraceWriter(config.agent.trace_dir, name) if config.agent.trace_dir else None
+        self.spans = SpanExporter() if config.agent.opentelemetry else None
+
+    async def run(
+        self, rows: Sequence[Row], generator: TokenGenerator, *, facts: Mapping[str, Any] | None = None
+    ) -> list[Trajectory]:
+        """Run one trajectory for each row.
+
+        Args:
+            rows: what to do.
+            generator: samples tokens.
+            facts: what traces say of all of them, for example the step.
+
+        Raises:
+            RolloutError: more than ``rollout.agent.max_failed_fraction`` of the trajectories failed.
+            ConfigError: a row names an agent loop that does not exist.
+        """
+        specs = [self._loop(str(row.fields.get("agent_name") or self.default)) for row in rows]
+        meter = _Meter(generator)
+        places = asyncio.Semaphore(self.config.agent.max_concurrent)
+
+        async def one(row: Row, spec: LoopSpec) -> tuple[Trajectory, str]:
+            async with places:
+                return await self._one(row, spec, meter, facts or {})
+
+        ended = await asyncio.gather(*(one(row, spec) for row, spec in zip(rows, specs, strict=True)))
+        idle = meter.idle_fraction()
+        for trajectory, _ in ended:
+            trajectory.info["engine_idle_fraction"] = idle
+        self._stop_if_too_many_failed([(t.aborted, why) for t, why in ended if t.aborted is not None], len(rows))
+        return [trajectory for trajectory, _ in ended]
+
+    def close(self) -> None:
+        """Let every tool give back what it holds."""
+        for tool in self.tools.values():
+            tool.close()
+
+    def _loop(self, name: str) -> LoopSpec:
+        spec = find_loop(name, self.loops)
+        if name not in self._checked:
+            check = getattr(spec.cls, "check", None)
+            if check is not None:
+                check(self.config, self.tokenizer)
+            self._checked.add(name)
+        return spec
+
+    async def _one(
+        self, row: Row, spec: LoopSpec, generator: TokenGenerator, facts: Mapping[str, Any]
+    ) -> tuple[Trajectory, str]:
+        """Run a trajectory to its end; returns it and, if it was aborted, why."""
+        about = {name: row.fields[name] for name in _FACTS if row.fields.get(name) is not None}
+        trace = Trace(row.session, {**facts, **about, "agent": getattr(spec.cls, "__name__", str(spec.cls))})
+        context = AgentContext(
+            config=self.config,
+            tokenizer=self.tokenizer,
+            generator=generator,
+            session=row.session,
+            trace=trace,
+            tools=self.tools,
+            tool_limits=self.limits,
+            template_kwargs=self.template_kwargs,
+        )
+        aborted, why = None, ""
+        output = AgentLoopOutput(list(row.fields["raw_prompt_ids"]), [], [], [])
+        task = asyncio.ensure_future(_run(spec, context, row))
+        limit = self.config.agent.timeout_s
+        try:
+            done, _ = await asyncio.wait({task}, timeout=limit)
+            if done:
+                output = task.result()
+            else:
+                task.cancel()
+                await asyncio.wait({task}, timeout=_GRACE_S)
+                aborted, why = "timeout", f"it did not end within rollout.agent.timeout_s={limit:g} s"
+        except ConfigError:
+            raise
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        except Exception as error:  # noqa: BLE001 - one sample; counted, and an error when there are many
+            aborted, why = _reason(error), "".join(traceback.format_exception(error))
+            logger.warning("trajectory %s was aborted (%s): %s: %s", row.session, aborted, type(error).__name__, error)
+        trace.finish(aborted)
+        self._record(trace, output, why)
+        return Trajectory(output, {**trace.summary(), **output.metrics}, aborted), why
+
+    def _record(self, trace: Trace, output: AgentLoopOutput, why: str) -> None:
+        if self.writer is not None:
+            more = {
+                "prompt_tokens": len(output.prompt_ids),
+                "response_tokens": len(output.response_ids),
+                "sampled_tokens": sum(output.response_mask),
+                "num_turns": output.num_turns,
+                "policy_versions": output.policy_versions,
+                "reward_score": output.reward_score,
+                "turn_scores": output.extra_fields.get("turn_scores"),
+                "tool_rewards": output.extra_fields.get("tool_rewards"),
+                "response": self.tokenizer.decode(output.response_ids),
+            }
+            self.writer.write(trace.record(**more, **({"error": why} if why else {})))
+        if self.spans is not None:
+            self.spans.export(trace)
+
+    def _stop_if_too_many_failed(self, failed: Sequence[tuple[str | None, str]], total: int) -> None:
+        limit = self.config.agent.max_failed_fraction
+        if not failed or (len(failed) < total and len(failed) <= limit * total):
+            return
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in Counter(r for r, _ in failed).items())
+        raise RolloutError(
+            f"{len(failed)} of {total} trajectories were aborted ({reasons}), more than "
+            f"rollout.agent.max_failed_fraction={limit:g}. The first one:\n{failed[0][1].rstrip()}"
+        )
+
+
+async def _run(spec: LoopSpec, context: AgentContext, row: Row) -> AgentLoopOutput:
+    output = await spec.build(context).run(dict(row.sampling_params), **row.fields)
+    if not isinstance(output, AgentLoopOutput):
+        raise RolloutError(f"the agent loop returned {type(output).__name__}, expected AgentLoopOutput")
+    if output.response_logprobs is None and any(output.response_mask):
+        raise RolloutError(
+            "the agent loop returned no response_logprobs; take them from the completions, as log_probs, and give 0.0 "
+            "for tokens that were not sampled"
+        )
+    limit = context.config.response_length
+    if len(output.response_ids) > limit:
+        raise RolloutError(
+            f"the agent loop returned {len(output.response_ids)} response tokens, more than "
+            f"data.max_response_length={limit}; end a trajectory before that"
+        )
+    return output
+
+
+def _reason(error: Exception) -> str:
+    for kind, name in (
+        (HistoryRewritten, "history_rewrite"),
+        (GenerationAborted, "generation_aborted"),
+        (DataError, "data"),
+        (RolloutError, "rollout"),
+    ):
+        if isinstance(error, kind):
+            return name
+    return "exception"
+
+
+class _Meter:
+    """A generator that knows for which part of the time it had something to do."""
+
+    def __init__(self, generator: TokenGenerator) -> None:
+        self._generator = generator
+        self._began = time.perf_counter()
+        self._waiting = 0
+        self._since = 0.0
+        self._busy = 0.0
+
+    async def generate(self, request: GenerationRequest, *, session: str | None = None) -> Completion:
+        if not self._waiting:
+            self._since = time.perf_counter()
+        self._waiting += 1
+        try:
+            return await self._generator.generate(request, session=session)
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self._busy += time.perf_counter() - self._since
+
+    def idle_fraction(self) -> float:
+        """Part of the time so far in which nobody waited for a token."""
+        elapsed = time.perf_counter() - self._began
+        return max(0.0, 1.0 - self._busy / elapsed) if elapsed > 0 else 0.0

@@ -1,0 +1,168 @@
+"""The model reasons and calls tools until it answers without a call, or a limit ends it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl.agent_loop.base import AgentContext, AgentLoopBase, AgentLoopOutput, register
+from verl.agent_loop.conversation import Conversation
+from verl.agent_loop.parsers import PARSERS, BrokenCall, ToolCall
+from verl.agent_loop.templating import ChatTemplater
+from verl.data.chat import as_messages
+from verl.errors import DataError, RolloutError
+from verl.tools.toolbox import ToolBox, ToolResult
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.config import RolloutConfig
+
+#: row argument with the names of the tools that a row may use
+TOOLS_OF_ROW = "tool_selection"
+
+
+@register("tool_agent")
+class ToolAgentLoop(AgentLoopBase):
+    """Turns of the model and answers of tools by turns.
+
+    A row is offered all tools, or those that its ``extra_info["tool_selection"]`` lists. Calls beyond
+    ``max_parallel_calls`` in a turn and beyond ``max_tool_calls`` in all are answered with an error, and so are broken
+    ones; none of them ends the trajectory. It ends when the model makes no call, at ``max_assistant_turns``, at
+    ``max_user_turns``, and when the response length is used up; an answer that does not fit any more is left out.
+    """
+
+    def __init__(self, context: AgentContext, **settings: Any) -> None:
+        super().__init__(context, **settings)
+        self.multi_turn = context.config.multi_turn
+        self._calls = 0
+
+    @classmethod
+    def check(cls, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Look at the tool-call format and the chat template."""
+        PARSERS[config.multi_turn.format]
+        if not getattr(tokenizer, "chat_template", None):
+            raise DataError(
+                "the tokenizer has no chat template, so an agent cannot be shown tools and their answers; use an "
+                "instruct model's tokenizer, or add a chat_template to its tokenizer_config.json"
+            )
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """Run the trajectory of one row, which needs ``raw_prompt``."""
+        tools = self.tools_of(kwargs.get("extra_info") or {})
+        conversation = self.begin(kwargs.get("raw_prompt"), tools)
+        schemas = {name: tool.tool_schema.for_template()["function"] for name, tool in tools.items()}
+        parser = PARSERS[self.multi_turn.format](
+            {name: schema.get("parameters", {}) for name, schema in schemas.items()}
+        )
+        toolbox = ToolBox(
+            tools,
+            self.context.tool_limits,
+            session=self.context.session,
+            tools_kwargs=kwargs.get("tools_kwargs"),
+            note=self.context.trace.called,
+        )
+        turn_scores: list[float] = []
+        try:
+            while True:
+                text = await self.speak(conversation, sampling_params)
+                turn_scores.append(0.0)
+                calls = parser.parse(text).calls
+                if not calls or self.out_of_turns(len(turn_scores)) or conversation.room < 1:
+                    break
+                results = await self.answers(toolbox, calls)
+                turn_scores[-1] = sum(result.reward for result in results)
+                messages = [_as_message(call, result) for call, result in zip(calls, results, strict=True)]
+                if not conversation.add(messages, parser.render_answers(messages)):
+                    self.context.trace.count("truncated")
+                    break
+            rewards = await toolbox.rewards()
+        finally:
+            await toolbox.close()
+        return self.finish(conversation, turn_scores, rewards)
+
+    def tools_of(self, extra_info: dict[str, Any]) -> dict[str, Any]:
+        """The tools that a row is offered."""
+        chosen = extra_info.get(TOOLS_OF_ROW)
+        if chosen is None:
+            return dict(self.context.tools)
+        unknown = [name for name in chosen if name not in self.context.tools]
+        if unknown:
+            raise DataError(
+                f"extra_info.{TOOLS_OF_ROW} names {unknown}; the tools are {', '.join(self.context.tools) or 'none'}"
+            )
+        return {name: self.context.tools[name] for name in chosen}
+
+    def begin(self, raw_prompt: Any, tools: dict[str, Any]) -> Conversation:
+        """The conversation with its prompt."""
+        if raw_prompt is None:
+            raise DataError("agents need the chat messages of prompts; set data.return_raw_chat=True")
+        templater = ChatTemplater(
+            self.tokenizer,
+            tools=[tool.tool_schema.for_template() for tool in tools.values()],
+            template_kwargs=self.context.template_kwargs,
+        )
+        conversation = Conversation(
+            templater,
+            as_messages(raw_prompt),
+            max_tokens=self.config.response_length,
+            on_history_rewrite=self.multi_turn.on_history_rewrite,
+        )
+        length, limit = len(conversation.ledger.prompt_ids), self.config.prompt_length
+        if length > limit:
+            raise RolloutError(
+                f"the prompt has {length} tokens with its {len(tools)} tool description(s), more than "
+                f"data.max_prompt_length={limit}; raise it"
+            )
+        return conversation
+
+    async def speak(self, conversation: Conversation, sampling_params: dict[str, Any]) -> str:
+        """Let the model take its turn."""
+        completion = await self.generate(conversation.ledger.context, sampling_params, max_tokens=conversation.room)
+        return conversation.add_sampled(completion)
+
+    def out_of_turns(self, assistant_turns: int) -> bool:
+        """Whether a limit on turns is reached; every turn of the model but the last is answered by one turn."""
+        limits = self.multi_turn
+        return (limits.max_assistant_turns is not None and assistant_turns >= limits.max_assistant_turns) or (
+            limits.max_user_turns is not None and assistant_turns > limits.max_user_turns
+        )
+
+    async def answers(self, toolbox: ToolBox, calls: Sequence[ToolCall | BrokenCall]) -> list[ToolResult]:
+        """Carry out the calls of a turn at the same time; one answer for each."""
+        pending: list[Any] = []
+        started = 0
+        for call in calls:
+            if isinstance(call, BrokenCall):
+                pending.append(_ready(toolbox.reject(call.name or "unknown", call.problem, "malformed_call")))
+            elif started >= self.multi_turn.max_parallel_calls:
+                limit = f"at most {self.multi_turn.max_parallel_calls} call(s) in one turn; make this one again"
+                pending.append(_ready(toolbox.reject(call.name, limit, "too_many_calls")))
+            elif self.multi_turn.max_tool_calls is not None and self._calls >= self.multi_turn.max_tool_calls:
+                limit = f"all {self.multi_turn.max_tool_calls} tool calls of this conversation are used up; answer now"
+                pending.append(_ready(toolbox.reject(call.name, limit, "too_many_calls")))
+            else:
+                started += 1
+                self._calls += 1
+                pending.append(toolbox.call(call.name, call.arguments))
+        return list(await asyncio.gather(*pending))
+
+    def finish(
+        self, conversation: Conversation, turn_scores: list[float], rewards: dict[str, float]
+    ) -> AgentLoopOutput:
+        """The row: tool rewards count with ``tool_rewards=add``, that of the whole trajectory on its last turn."""
+        if conversation.rewrites:
+            self.context.trace.count("history_rewrites")
+        extra: dict[str, Any] = {"tool_rewards": {"turns": turn_scores, "trajectory": rewards}}
+        if self.multi_turn.tool_rewards == "add":
+            extra["turn_scores"] = [*turn_scores[:-1], turn_scores[-1] + sum(rewards.values())]
+        return AgentLoopOutput.from_ledger(conversation.ledger, extra_fields=extra)
+
+
+def _as_message(call: ToolCall | BrokenCall, result: ToolResult) -> dict[str, Any]:
+    return {"role": "tool", "name": call.name or "unknown", "content": result.text}
+
+
+async def _ready(result: ToolResult) -> ToolResult:
+    return result

@@ -1,0 +1,88 @@
+"""Agents: several turns, tools, environments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from verl.config.base import Config, opt
+
+TRUNCATE_SIDES = ("left", "right", "middle")
+HISTORY_REWRITES = ("refuse", "append")
+TOOL_REWARDS = ("report", "add")
+
+
+@dataclass
+class MultiTurnConfig(Config):
+    """How the model talks with tools, users and environments."""
+
+    enable: bool = opt(False, "Let the model act over several turns; rows go through an agent loop.")
+    max_assistant_turns: int | None = opt(
+        None, "Most turns of the model in a conversation; not given = no limit.", ge=1
+    )
+    max_user_turns: int | None = opt(
+        None, "Most turns of tools, users or environments in a conversation; not given = no limit.", ge=1
+    )
+    max_parallel_calls: int = opt(
+        1, "Most tool calls of one turn that are carried out; they run at the same time.", ge=1
+    )
+    max_tool_calls: int | None = opt(None, "Most tool calls of a conversation; not given = no limit.", ge=1)
+    max_tool_response_length: int = opt(256, "Longest text that a tool may answer, in characters.", ge=1)
+    tool_response_truncate_side: str = opt("middle", "Part of a longer text that is left out.", choices=TRUNCATE_SIDES)
+    format: str = opt(
+        "hermes",
+        "Form of tool calls: hermes, llama3_json, qwen3_coder, deepseek, gpt-oss, glm, kimi, or a plug-in.",
+    )
+    tool_config_path: str | None = opt(None, "YAML file with the tools; not given = none.")
+    function_tool_path: str | None = opt(None, "Python file whose function tools are offered; not given = none.")
+    interaction_config_path: str | None = opt(
+        None, "YAML file with simulated users and environments; not given = none."
+    )
+    tool_timeout_s: float = opt(60.0, "Time limit of one tool call, in seconds, unless the tool sets its own.", gt=0)
+    tool_rewards: str = opt(
+        "report",
+        "What rewards that tools give are for: report = the reward function sees them, add = they also count, on the "
+        "turn that earned them.",
+        choices=TOOL_REWARDS,
+    )
+    on_history_rewrite: str = opt(
+        "refuse",
+        "What happens when the chat template would write earlier turns differently from what was sampled: refuse = "
+        "the trajectory is aborted, append = sampled tokens stay as they are and the conversation goes on.",
+        choices=HISTORY_REWRITES,
+    )
+
+    def problems(self) -> Iterator[str]:
+        given = [
+            key
+            for key in ("tool_config_path", "function_tool_path", "interaction_config_path")
+            if getattr(self, key) is not None
+        ]
+        if given and not self.enable:
+            yield f"{given[0]}={getattr(self, given[0])!r}: has no use with enable=False; set multi_turn.enable=True"
+
+
+@dataclass
+class AgentConfig(Config):
+    """Which agent loop handles a row, and within which limits."""
+
+    default_agent_loop: str | None = opt(
+        None,
+        "Agent loop of rows without agent_name; not given = tool_agent with multi_turn.enable, else none: every prompt "
+        "then gets one response without any agent loop.",
+    )
+    agent_loop_config_path: str | None = opt(
+        None, "YAML file with agent loops of your own (name, _target_, settings); not given = none."
+    )
+    num_workers: int = opt(8, "Processes that run agent loops beside rollout servers (mode=async).", ge=1)
+    max_concurrent: int = opt(1024, "Most trajectories that one process has in progress at a time.", ge=1)
+    timeout_s: float | None = opt(
+        None, "Time limit of a trajectory, in seconds, after which it is aborted; not given = no limit.", gt=0
+    )
+    max_failed_fraction: float = opt(
+        0.5, "Part of a batch whose trajectories may be aborted before the run stops.", ge=0, le=1
+    )
+    trace_dir: str | None = opt(
+        None, "Directory for a record of every trajectory as JSONL: turns, tool calls, times, tokens, rewards."
+    )
+    opentelemetry: bool = opt(False, "Report trajectories, turns and tool calls as OpenTelemetry spans.")
