@@ -108,7 +108,7 @@ class RolloutConfig(Config):
         le=1,
     )
     tensor_model_parallel_size: int = opt(
-        1, "Neighbouring ranks that generate together with one split copy of the weights (vllm).", ge=1
+        1, "Ranks of a machine that generate together with one split copy of the weights (vllm).", ge=1
     )
     max_num_batched_tokens: int = opt(
         8192,

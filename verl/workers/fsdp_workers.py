@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from verl.config import CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig
+from verl.utils.distributed import env_local_world_size, get_world_size
 from verl.workers import roles
 from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.sharding_manager.grid import sharing_ranks
+from verl.workers.sharding_manager.layout import dense_splits, shard_placement_fn
 
 __all__ = ["ActorRolloutRefWorker", "CriticWorker", "ImplicitRewardWorker", "RewardModelWorker"]
 
@@ -27,7 +33,38 @@ class _OnFSDP(roles.RoleWorker):
 
 
 class ActorRolloutRefWorker(_OnFSDP, roles.ActorRolloutRefWorker):
-    """Actor, rollout and reference on FSDP2."""
+    """Actor, rollout and reference on FSDP2.
+
+    Where ranks generate together with one split model, the actor's parameters are sharded along the same dimensions,
+    and ranks are grouped so that each trains a part of what it generates with.
+    """
+
+    def make_engine(
+        self,
+        model: ModelConfig,
+        fsdp: FSDPConfig,
+        optim: OptimConfig | None,
+        *,
+        head: str,
+        checkpoint: CheckpointConfig | None = None,
+    ) -> FSDPEngine:
+        engine = super().make_engine(model, fsdp, optim, head=head, checkpoint=checkpoint)
+        if optim is not None and "rollout" in self.parts and self.config.rollout.tensor_model_parallel_size > 1:
+            engine.shard_placement = partial(shard_placement_fn, splits=dense_splits())
+        return engine
+
+    def rollout_options(self) -> dict[str, Any]:
+        parallel, world = self.config.rollout.tensor_model_parallel_size, get_world_size()
+        if parallel == 1:
+            return {}
+        shards = self.config.actor.fsdp_config.fsdp_size
+        groups = sharing_ranks(
+            world,
+            shards=shards if 0 < shards < world else world,
+            parallel=parallel,
+            local_world=env_local_world_size(),
+        )
+        return {"groups": groups}
 
 
 class CriticWorker(_OnFSDP, roles.CriticWorker):

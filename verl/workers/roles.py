@@ -222,7 +222,9 @@ class ActorRolloutRefWorker(RoleWorker):
             self.actor_loss = actor_loss(actor)
         if "rollout" in self.parts:
             assert self.actor is not None
-            self.rollout = get_rollout_class(config.rollout.name)(config.model, config.rollout, device=self.device)
+            self.rollout = get_rollout_class(config.rollout.name)(
+                config.model, config.rollout, device=self.device, **self.rollout_options()
+            )
             self.sharding_manager = make_sharding_manager(
                 config.actor.strategy,
                 config.rollout.name,
@@ -241,6 +243,10 @@ class ActorRolloutRefWorker(RoleWorker):
                 self.ref = self.make_engine(config.model, config.ref.fsdp_config, None, head="lm")
                 self.ref.build()
             self.join_mesh("ref", self.ref)
+
+    def rollout_options(self) -> dict[str, Any]:
+        """Further arguments of the rollout engine, which depend on how the training engine places its ranks."""
+        return {}
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:

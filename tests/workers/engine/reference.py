@@ -78,6 +78,7 @@ def make_engine(
     compute: str = "float32",
     model: dict[str, Any] | None = None,
     strict: bool = True,
+    placement: Any = None,
 ) -> FSDPEngine:
     """A built engine on CPU."""
     fsdp_config = FSDPConfig(**(fsdp or {}))
@@ -99,6 +100,7 @@ def make_engine(
         head=head,
         device="cpu",
         checkpoint_config=CheckpointConfig(strict=strict),
+        shard_placement=placement,
     )
     engine.build()
     return engine

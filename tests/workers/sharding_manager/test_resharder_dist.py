@@ -153,7 +153,7 @@ def real_fsdp(rank: int) -> None:
         torch.manual_seed(0)
         module = Model()
         whole = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-        placed = shard_placement_fn(module.named_parameters(), rules, 4) if place else None
+        placed = shard_placement_fn(module.named_parameters(), 4, rules) if place else None
         fully_shard(module, mesh=device_mesh, shard_placement_fn=placed)
         tensors = dict(module.named_parameters())
         source = layout_of(tensors, range(4))

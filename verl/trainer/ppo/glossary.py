@@ -96,6 +96,9 @@ GLOSSARY: dict[str, str] = {
     "weight_sync/changed_tensors": (
         "Weights that differ from those handed over before (rollout.on_unchanged_weights)."
     ),
+    "weight_sync/received_mb": (
+        "Weights that a rank got from others where the rollout splits the model, in MiB: its part, less what it trains."
+    ),
     "weight_sync/buckets": "Pieces in which weights were handed over.",
     # run
     "training/{global_step|epoch}": "Where the training stands.",

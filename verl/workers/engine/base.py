@@ -180,6 +180,13 @@ class TrainEngine(ABC):
     def local_tensors(self) -> dict[str, Tensor] | None:
         """The live parameters themselves by Hugging Face name, where this process holds them whole; else None."""
 
+    def shards(self) -> dict[str, Tensor] | None:
+        """This rank's parts (``DTensor``) of what :meth:`named_tensors` yields; None where they must be put together.
+
+        The device's, so call it within :meth:`resident`.
+        """
+        return None
+
     @abstractmethod
     def save(self, path: str | Path, contents: frozenset[str]) -> None:
         """Write a checkpoint into directory ``path``: any of ``model, optimizer, extra, hf_model``."""

@@ -39,6 +39,7 @@ from verl.workers.engine.batching import BatchPlan, as_tensordict, join_rows, pl
 from verl.workers.engine.schedules import LRSchedule
 from verl.workers.engine.sharding import (
     Precision,
+    ShardPlacement,
     clip_grad_norm,
     decoder_layers,
     local_part,
@@ -71,6 +72,7 @@ class FSDPEngine(TrainEngine):
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         checkpoint_config: whether loading is strict; None means strict.
         seed: seed of the run.
+        shard_placement: which dimension of each parameter is sharded; None: the first one.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class FSDPEngine(TrainEngine):
         device: str | torch.device = "auto",
         checkpoint_config: CheckpointConfig | None = None,
         seed: int = 1,
+        shard_placement: ShardPlacement | None = None,
     ) -> None:
         if head not in HEADS:
             raise ConfigError(f"unknown head {head!r}; use one of {', '.join(HEADS)}")
@@ -92,6 +95,7 @@ class FSDPEngine(TrainEngine):
         self.head = head
         self.checkpoint_config = checkpoint_config
         self.seed = seed
+        self.shard_placement = shard_placement
         self._device_name = str(device)
         self.layout = ParallelLayout()
         self.step = 0  # optimizer steps so far, skipped ones included
@@ -140,7 +144,9 @@ class FSDPEngine(TrainEngine):
         if needs_fsdp:
             init_process_group(self._device_kind())
             mesh = make_mesh(self.device, self.fsdp_config.fsdp_size)
-            self._fsdp = shard_model(self.module, mesh, self.fsdp_config, self.precision, self.device)
+            self._fsdp = shard_model(
+                self.module, mesh, self.fsdp_config, self.precision, self.device, self.shard_placement
+            )
             if mesh["fsdp"].size() > 1:
                 self._shard_group = mesh["fsdp"].get_group()
         else:
@@ -330,6 +336,9 @@ class FSDPEngine(TrainEngine):
         if self._offloads("model") and self.device.type != "cpu":
             return None  # off-loading replaces the tensors; an alias would keep the copy on the device alive
         return {name: local_part(tensor.detach()) for name, tensor in self.hf_tensors().items()}
+
+    def shards(self) -> dict[str, Tensor] | None:
+        return self.hf_tensors() if self.lora is None else None  # adapters are merged into whole matrices
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 

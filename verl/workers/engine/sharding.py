@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -106,10 +107,26 @@ def decoder_layers(model: PreTrainedModel, class_names: list[str]) -> list[nn.Mo
     return [module for module in found if id(module) not in inner]
 
 
+#: (parameters by name, number of shards) -> ``shard_placement_fn`` of ``fully_shard``
+ShardPlacement = Callable[[Iterable[tuple[str, nn.Parameter]], int], Callable[[nn.Parameter], Any]]
+
+
 def shard_model(
-    model: HeadModel, mesh: DeviceMesh, config: FSDPConfig, precision: Precision, device: torch.device
+    model: HeadModel,
+    mesh: DeviceMesh,
+    config: FSDPConfig,
+    precision: Precision,
+    device: torch.device,
+    placement: ShardPlacement | None = None,
 ) -> FSDPModule:
-    """Apply ``fully_shard`` to each decoder layer and to the whole; returns ``model``, now managed by FSDP."""
+    """Apply ``fully_shard`` to each decoder layer and to the whole; returns ``model``, now managed by FSDP.
+
+    Args:
+        model: with its whole parameters.
+        mesh: from :func:`make_mesh`.
+        config, precision, device: how to run it.
+        placement: which dimension of each parameter is cut; None: the first one.
+    """
     policy = MixedPrecisionPolicy(
         param_dtype=None if precision.compute == precision.master else precision.compute,
         reduce_dtype=precision.reduce if precision.reduce != precision.compute else None,
@@ -118,6 +135,8 @@ def shard_model(
     if config.offload_policy:
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    if placement is not None:
+        shared["shard_placement_fn"] = placement(model.named_parameters(), mesh["fsdp"].size())
     layers = decoder_layers(model.model, list(config.wrap_policy.transformer_layer_cls_to_wrap))
     for layer in layers:
         fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **shared)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from verl.errors import RolloutError
+from verl.errors import RolloutError, WeightSyncError
 
 if TYPE_CHECKING:
     from verl.workers.rollout.serving import Gate
@@ -171,6 +171,20 @@ class RolloutMemory:
     aliased_weights: int
 
 
+@dataclass(frozen=True, slots=True)
+class WeightPart:
+    """A box of a weight, and where the engine reads it from.
+
+    Attributes:
+        start, stop: first and end index along each dimension of the whole weight.
+        tensor: the memory that holds the box, of its shape.
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    tensor: torch.Tensor
+
+
 class RolloutEngine(ABC):
     """Generates with the current policy. Awake it serves requests; asleep it holds no memory that it can give back."""
 
@@ -264,6 +278,26 @@ class RolloutEngine(ABC):
         Raises:
             WeightSyncError: a name is unknown, a shape is wrong, or no update is running.
         """
+
+    def weight_parts(self, names: Iterable[str]) -> dict[str, list[WeightPart]] | None:
+        """Within an update: the parts of weights that this rank generates with, to be written in place.
+
+        Who writes them instead of calling :meth:`load` says so with :meth:`parts_written`.
+
+        Args:
+            names: Hugging Face parameter names.
+
+        Returns:
+            The parts by name; None where the engine takes whole tensors only.
+
+        Raises:
+            WeightSyncError: a name is unknown, or no update is running.
+        """
+        return None
+
+    def parts_written(self, names: Iterable[str]) -> None:
+        """The parts of these weights are complete."""
+        raise WeightSyncError(f"{type(self).__name__} takes whole tensors; call load")
 
     @abstractmethod
     async def end_update(self) -> None:

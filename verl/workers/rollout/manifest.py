@@ -8,7 +8,7 @@ goes, so that it can be read back and compared.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,6 +138,16 @@ class WeightManifest:
             self._received[names] = tensor if live and len(names) > 1 else tensor.new_empty(0)
             yield name, tensor
 
+    def shape_of(self, name: str) -> torch.Size:
+        """Shape of a whole weight."""
+        self.names_of(name)
+        return self._by_name[name].shape
+
+    def note(self, names: Iterable[str]) -> None:
+        """Weights that arrived without passing through :meth:`accept`."""
+        for name in names:
+            self._received[self.names_of(name)] = torch.empty(0)
+
     def end(self) -> None:
         """Check that everything arrived.
 
@@ -179,6 +189,29 @@ class Place:
     offset: int
     source_stride: tuple[int, ...]
     source_offset: int
+
+
+def box_of(place: Place, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The box of a contiguous weight that a place was filled from, as (start, stop); None when it is none.
+
+    Args:
+        place: of one of the weight's parts.
+        shape: of the whole weight.
+    """
+    strides = torch.empty(tuple(shape), device="meta").stride()
+    if len(place.size) != len(shape) or any(
+        size > 1 and mine != whole for size, mine, whole in zip(place.size, place.source_stride, strides, strict=True)
+    ):
+        return None
+    start, rest = [], place.source_offset
+    for stride, size in zip(strides, shape, strict=True):
+        index = rest // stride if size > 1 else 0
+        rest -= index * stride
+        start.append(index)
+    stop = tuple(first + length for first, length in zip(start, place.size, strict=True))
+    if rest or any(end > size for end, size in zip(stop, shape, strict=True)):
+        return None
+    return tuple(start), stop
 
 
 class CopyRecorder(TorchDispatchMode):

@@ -30,6 +30,7 @@ from verl.workers.rollout.base import (
     MemoryPart,
     RolloutEngine,
     RolloutMemory,
+    WeightPart,
 )
 from verl.workers.rollout.manifest import WeightManifest
 from verl.workers.rollout.serving import Call, Gate, check_ready, check_request, parts_of, with_partial
@@ -39,6 +40,7 @@ from verl.workers.rollout.vllm_process import (
     named_shared_memory,
     own_environment,
     own_random_state,
+    placed_groups,
     require_vllm,
 )
 from verl.workers.rollout.vllm_settings import engine_arguments
@@ -89,6 +91,7 @@ class VLLMRolloutEngine(RolloutEngine):
         device: ``"cpu"`` or ``"cuda"``.
         tokenizer: the policy's tokenizer, for its end-of-sequence and padding tokens; loaded from the model's
             directory when None and there is one.
+        groups: ranks that share the weights, in the order of their parts; None: neighbours.
 
     Raises:
         ConfigError: vLLM is missing, cannot serve the model, or an option has no meaning here.
@@ -101,6 +104,7 @@ class VLLMRolloutEngine(RolloutEngine):
         *,
         device: str = "cpu",
         tokenizer: Any | None = None,
+        groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
         require_vllm()
         from verl.models.loading import load_hf_config, resolve_model_dir
@@ -127,7 +131,7 @@ class VLLMRolloutEngine(RolloutEngine):
         )
         self.max_model_len: int = arguments["max_model_len"]
         self.frees_memory = bool(rollout_config.free_cache_engine)
-        self.engine = _start_engine(arguments, self.device)
+        self.engine = _start_engine(arguments, self.device, groups)
         self._check_head_size()
         self._group = _parallel_group()
         pack = self.device.type == "cpu" and bool(arguments["enforce_eager"])
@@ -469,6 +473,18 @@ class VLLMRolloutEngine(RolloutEngine):
         elif self._live is not None:
             self._live.update({name: _Live(tensor, _version_of(tensor)) for name, tensor in weights})
 
+    def weight_parts(self, names: Iterable[str]) -> dict[str, list[WeightPart]] | None:
+        """This rank's share of the weights; see :meth:`RolloutEngine.weight_parts`."""
+        if self._next_version is None:
+            raise WeightSyncError("weights are written outside of an update; call begin_update first")
+        parts: dict[str, list[WeightPart]] | None = self._rpc("verl_parts", list(names))
+        return parts
+
+    def parts_written(self, names: Iterable[str]) -> None:
+        """See :meth:`RolloutEngine.parts_written`."""
+        self.manifest.note(names)
+        self._live = None
+
     async def end_update(self) -> None:
         """Finish the update; see :meth:`RolloutEngine.end_update`."""
         if self._next_version is None:
@@ -516,13 +532,20 @@ class VLLMRolloutEngine(RolloutEngine):
             )
 
 
-def _start_engine(arguments: dict[str, Any], device: torch.device) -> Any:
+def _start_engine(
+    arguments: dict[str, Any], device: torch.device, groups: Sequence[Sequence[int]] | None = None
+) -> Any:
     """vLLM's engine in this process.
+
+    Args:
+        arguments: of ``EngineArgs``.
+        device: of the weights.
+        groups: ranks that share the weights; None: neighbours.
 
     Raises:
         ConfigError: vLLM refuses the model or an argument.
     """
-    with own_environment(device.index), named_shared_memory():
+    with own_environment(device.index), named_shared_memory(), placed_groups(groups):
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 

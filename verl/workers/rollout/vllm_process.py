@@ -6,7 +6,8 @@ import contextlib
 import importlib.util
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -106,6 +107,31 @@ def named_shared_memory() -> Iterator[None]:
         yield
     finally:
         ExecutorWithExternalLauncher._distributed_args = original
+
+
+@contextlib.contextmanager
+def placed_groups(groups: Sequence[Sequence[int]] | None) -> Iterator[None]:
+    """Let vLLM split weights over these groups of ranks instead of over neighbours.
+
+    Args:
+        groups: of equal sizes, each rank once; the k-th rank of a group has the k-th part. None: neighbours.
+    """
+    if groups is None:
+        yield
+        return
+    from vllm.distributed import parallel_state
+
+    original = parallel_state.init_model_parallel_group
+    rank_at = [rank for group in groups for rank in group]  # where vLLM thinks of rank r, the r-th of these is
+
+    def init_group(group_ranks: list[list[int]], *arguments: Any, **options: Any) -> Any:
+        return original([[rank_at[rank] for rank in ranks] for ranks in group_ranks], *arguments, **options)
+
+    parallel_state.init_model_parallel_group = init_group
+    try:
+        yield
+    finally:
+        parallel_state.init_model_parallel_group = original
 
 
 def leave_stale_groups() -> None:

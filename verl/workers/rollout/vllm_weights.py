@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from verl.errors import WeightSyncError
-from verl.workers.rollout.manifest import CopyRecorder, Named, Place, WeightManifest, digest
+from verl.workers.rollout.base import WeightPart
+from verl.workers.rollout.manifest import CopyRecorder, Named, Place, WeightManifest, box_of, digest
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,40 @@ class ModelWeights:
             self.model.load_weights(known)
         if not self.in_place:
             self._keep_pending()
+
+    @torch.no_grad()
+    def parts(self, names: Iterable[str]) -> dict[str, list[WeightPart]] | None:
+        """Between :meth:`begin` and :meth:`end`: the memory of this rank's part of each weight.
+
+        vLLM's own loaders say what goes where. Memory that no part fills, such as the padding of a vocabulary, is 0.
+
+        Returns:
+            Parts by name; None where a weight is converted, or changed on its way.
+        """
+        if not self.in_place:
+            return None
+        tensors = self._tensors()
+        found: dict[str, list[WeightPart]] = {}
+        filled = dict.fromkeys(tensors, 0)
+        for name in names:
+            key = self.names_of(name)[0]
+            if key not in self._places:  # the loaders look at shapes only while nothing is written
+                self._note(name, torch.empty(self.manifest.shape_of(name), dtype=self.dtype), write=False)
+            places = self._places[key]
+            boxes = [box_of(place, self.manifest.shape_of(name)) for place in places or ()]
+            if places is None or None in boxes:
+                return None
+            found[name] = []
+            for place, box in zip(places, boxes, strict=True):
+                assert box is not None
+                owner = tensors[place.owner].detach()
+                memory = owner.as_strided(place.size, place.stride, owner.storage_offset() + place.offset)
+                found[name].append(WeightPart(*box, memory))
+                filled[place.owner] += memory.numel()
+        for owner_name, tensor in tensors.items():
+            if 0 < filled[owner_name] < tensor.numel():
+                tensor.detach().zero_()
+        return found
 
     @torch.no_grad()
     def end(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from verl.workers.rollout.base import WeightPart
 from verl.workers.rollout.manifest import Named, WeightManifest
 from verl.workers.rollout.vllm_weights import ModelWeights
 
@@ -56,6 +57,11 @@ class WorkerExtension:
         """See :meth:`ModelWeights.load`."""
         with self._verl_config():
             self._verl_weights.load(bucket)
+
+    def verl_parts(self, names: list[str]) -> dict[str, list[WeightPart]] | None:
+        """See :meth:`ModelWeights.parts`."""
+        with self._verl_config():
+            return self._verl_weights.parts(names)
 
     def verl_end_update(self) -> None:
         """See :meth:`ModelWeights.end`."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
+
+from verl.workers.rollout.base import WeightPart
 
 
 class WeightSource(Protocol):
@@ -18,6 +20,15 @@ class WeightSource(Protocol):
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Hugging Face name and whole tensor, made one at a time; collective."""
+        ...
+
+
+@runtime_checkable
+class ShardedSource(WeightSource, Protocol):
+    """The part of a training engine whose tensors are spread over ranks; every ``TrainEngine`` is one."""
+
+    def shards(self) -> dict[str, torch.Tensor] | None:
+        """This rank's parts of what ``named_tensors`` yields; None where they must be put together."""
         ...
 
 
@@ -41,6 +52,10 @@ class WeightSink(Protocol):
 
     async def load(self, bucket: Iterable[tuple[str, torch.Tensor]], *, live: bool = True) -> None: ...
 
+    def weight_parts(self, names: Iterable[str]) -> dict[str, list[WeightPart]] | None: ...
+
+    def parts_written(self, names: Iterable[str]) -> None: ...
+
     async def end_update(self) -> None: ...
 
     async def checksums(self, source: Mapping[str, torch.Tensor] | None = None) -> dict[str, str]: ...
@@ -60,6 +75,7 @@ class SyncReport:
         tensors: weights handed over.
         buckets: calls to the rollout's ``load``.
         changed: weights that differ from the last hand-over; None when nobody looked.
+        bytes_received: bytes that came from other ranks by a plan; None where there was none.
     """
 
     version: int
@@ -69,6 +85,7 @@ class SyncReport:
     tensors: int
     buckets: int
     changed: int | None = None
+    bytes_received: int | None = None
 
     def metrics(self) -> dict[str, float]:
         """The report's numbers under the names of the metrics glossary."""
@@ -81,6 +98,8 @@ class SyncReport:
         }
         if self.changed is not None:
             metrics["weight_sync/changed_tensors"] = float(self.changed)
+        if self.bytes_received is not None:
+            metrics["weight_sync/received_mb"] = self.bytes_received / 2**20
         return metrics
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from verl.errors import ConfigError
+from verl.utils.distributed import get_world_size
 from verl.utils.registry import Registry
-from verl.workers.sharding_manager.base import WeightSink, WeightSource
+from verl.workers.sharding_manager.base import ShardedSource, WeightSink, WeightSource
+from verl.workers.sharding_manager.sharded import ShardedSync
 from verl.workers.sharding_manager.sync import WeightSync
 
 
@@ -40,8 +42,10 @@ def fsdp_hf(source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on_unc
 
 @SHARDING_MANAGERS.register("fsdp/vllm")
 def fsdp_vllm(source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on_unchanged: str) -> ShardingManager:
-    """vLLM's loaders write into its own, fused and split parameters: straight from the training engine's where one
-    rank holds them whole, from whole tensors in buckets on several ranks, of which each keeps its part."""
+    """vLLM's parameters are fused and split: one rank's weights go through vLLM's loaders, the shards of several ranks
+    straight to where each rank reads them."""
+    if get_world_size() > 1 and isinstance(source, ShardedSource) and source.shards() is not None:
+        return ShardedSync(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
     return WeightSync(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
 
 

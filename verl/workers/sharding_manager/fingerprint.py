@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -57,12 +57,15 @@ class ChangeDetector:
                 self._now[name] = fingerprint(tensor)
             yield name, tensor
 
-    def finish(self, version: int, *, stepped: bool = True) -> int | None:
+    def finish(
+        self, version: int, *, stepped: bool = True, combine: Callable[[Tensor], object] | None = None
+    ) -> int | None:
         """After a hand-over.
 
         Args:
             version: that was handed over.
             stepped: an optimizer step lies between this hand-over and the last.
+            combine: adds up, in place, the fingerprints (N,) int64 of the parts that ranks have seen.
 
         Returns:
             How many tensors changed; None for the first time or when not looking.
@@ -72,7 +75,10 @@ class ChangeDetector:
         """
         if self.on_unchanged == "ignore":
             return None
-        now = dict(zip(self._now, torch.stack(list(self._now.values())).tolist(), strict=True)) if self._now else {}
+        marks = torch.stack(list(self._now.values())) if self._now else torch.zeros(0, dtype=torch.int64)
+        if combine is not None:
+            combine(marks)
+        now = dict(zip(self._now, marks.tolist(), strict=True))
         before, self._before, self._now = self._before, now, {}
         if not before:
             return None

@@ -135,6 +135,29 @@ def generation_groups(train: RankGrid, *, tp: int = 1, pp: int = 1, ep: int = 1)
     return RankGrid(train.ranks, sizes, coords)
 
 
+def sharing_ranks(
+    world: int, *, shards: int, parallel: int, local_world: int | None = None
+) -> list[tuple[int, ...]] | None:
+    """Which ranks generate together with one split model, after fully sharded training.
+
+    Groups of :func:`generation_groups` where they stay within a machine and the model divides; there each rank trains
+    a part of what it generates with. Elsewhere neighbours, whose talk during generation costs more than a hand-over.
+
+    Args:
+        world: number of ranks.
+        shards: consecutive ranks that a parameter is sharded over; the other ranks hold replicas.
+        parallel: ranks that share a model in generation.
+        local_world: consecutive ranks on a machine; None: all.
+
+    Returns:
+        Groups in the order of their parts; None: neighbours.
+    """
+    local = world if local_world is None else local_world
+    if parallel == 1 or shards % parallel or local % shards or world % shards:
+        return None
+    return generation_groups(RankGrid.regular(fsdp=shards, dp=world // shards), tp=parallel).groups("tp")
+
+
 @dataclass(frozen=True)
 class TransitionCost:
     """What going from training to generation costs one rank, in the unit of the model size that was given.

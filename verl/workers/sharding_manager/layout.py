@@ -483,14 +483,14 @@ def aligned_shard_dim(splits: Sequence[Split], axis: str = "tp") -> Callable[[st
 
 
 def shard_placement_fn(
-    parameters: Iterable[tuple[str, torch.nn.Parameter]], splits: Sequence[Split], shards: int
+    parameters: Iterable[tuple[str, torch.nn.Parameter]], shards: int, splits: Sequence[Split]
 ) -> Callable[[torch.nn.Parameter], object]:
     """The argument of that name of FSDP2's ``fully_shard``: :func:`aligned_shard_dim` where the shards come out even.
 
     Args:
         parameters: of the module, by the names that ``splits`` match.
-        splits: the tensor-parallel rules of generation.
         shards: ranks that a parameter is sharded over; FSDP2 cuts dimensions other than 0 only evenly.
+        splits: the tensor-parallel rules of generation.
     """
     from torch.distributed.tensor import Shard
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
 import torch
@@ -76,20 +76,24 @@ class WeightSync:
                 f"weights of version {version} were offered, but the rollout already has version "
                 f"{self.sink.policy_version}; versions must increase with every hand-over"
             )
+        self.last_report = await self.transfer(version, stepped=stepped)
+        if envs.get("VERL_SYNC_CHECK"):
+            await self._check()
+        logger.debug("weights handed over: %s", self.last_report)
+        return self.last_report
+
+    async def transfer(self, version: int, *, stepped: bool) -> SyncReport:
+        """Bring the weights over, and look whether they changed."""
         live = self.source.local_tensors()
         weights: Weights = live.items() if live is not None else self.source.named_tensors()
         transport = ColocatedTransport(self.bucket_bytes)
         transport.send(version, self.changes.watch(weights), live=live is not None)
         report = await _deliver(transport, self.sink)
-        report = replace(report, changed=self.changes.finish(version, stepped=stepped))
-        self.last_report = report
-        if envs.get("VERL_SYNC_CHECK"):
-            await self._check(live)
-        logger.debug("weights handed over: %s", report)
-        return report
+        return replace(report, changed=self.changes.finish(version, stepped=stepped))
 
-    async def _check(self, live: dict[str, torch.Tensor] | None) -> None:
+    async def _check(self) -> None:
         """Compare digests of what the source has with what the sink uses."""
+        live = self.source.local_tensors()
         expected: dict[str, str] = {}
         if live is not None:
             expected = await self.sink.checksums(live)
@@ -183,8 +187,7 @@ async def _deliver(transport: Transport, sink: WeightSink, *, check: bool = Fals
     delivery = transport.receive(newer_than=sink.policy_version)
     tensors = buckets = 0
     expected: dict[str, str] = {}
-    await sink.begin_update(delivery.version)
-    try:
+    async with updating(sink, delivery.version):
         with contextlib.closing(delivery.buckets) as arriving:  # at once on an error: the sender must not wait for us
             for bucket in arriving:
                 if check:
@@ -192,11 +195,6 @@ async def _deliver(transport: Transport, sink: WeightSink, *, check: bool = Fals
                         expected.setdefault(key, digest)
                 await sink.load(bucket, live=delivery.live)
                 tensors, buckets = tensors + len(bucket), buckets + 1
-    except BaseException:
-        with contextlib.suppress(WeightSyncError):  # it misses weights, which the error in flight explains
-            await sink.end_update()
-        raise
-    await sink.end_update()
     if check:
         _compare(expected, await sink.checksums())
     memory = sink.memory()
@@ -208,6 +206,19 @@ async def _deliver(transport: Transport, sink: WeightSink, *, check: bool = Fals
         tensors=tensors,
         buckets=buckets,
     )
+
+
+@contextlib.asynccontextmanager
+async def updating(sink: WeightSink, version: int) -> AsyncIterator[None]:
+    """An update of a rollout engine; whatever goes wrong inside leaves it without usable weights."""
+    await sink.begin_update(version)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(WeightSyncError):  # it misses weights, which the error in flight explains
+            await sink.end_update()
+        raise
+    await sink.end_update()
 
 
 def _compare(expected: dict[str, str], actual: dict[str, str]) -> None:

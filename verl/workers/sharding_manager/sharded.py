@@ -1,0 +1,165 @@
+"""Hand-over to a rollout that splits the model over ranks: every rank receives its generation shard and no more."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.workers.rollout.base import WeightPart
+from verl.workers.sharding_manager.base import ShardedSource, SyncReport, WeightSink
+from verl.workers.sharding_manager.layout import Layout, Placement, TensorInfo, layout_of
+from verl.workers.sharding_manager.reshard import Plan, plan
+from verl.workers.sharding_manager.resharder import Resharder
+from verl.workers.sharding_manager.sync import WeightSync, updating
+from verl.workers.sharding_manager.transport import in_buckets
+
+logger = logging.getLogger(__name__)
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # start, stop
+Parts = Mapping[str, list[WeightPart]]
+
+
+class ShardedSync(WeightSync):
+    """Gives every rank its part of the weights, written straight into the rollout's memory.
+
+    The rollout says which boxes of which weights it reads, on every rank; the layout change from the training engine's
+    shards is planned once and then run at each hand-over. The peak is shards + one bucket + the generation shard, where
+    :class:`WeightSync` moves every whole tensor to every rank. A rollout that cannot name boxes of a weight, on any
+    rank, gets whole tensors.
+
+    Args:
+        source: the training engine, spread over all ranks of the default group.
+        sink: this rank's part of the rollout.
+        bucket_bytes, on_unchanged: as in :class:`WeightSync`.
+    """
+
+    def __init__(
+        self,
+        source: ShardedSource,
+        sink: WeightSink,
+        *,
+        bucket_bytes: int = 512 << 20,
+        on_unchanged: str = "ignore",
+    ) -> None:
+        super().__init__(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
+        self.sharded = source
+        self._agreed = False
+        self._plan: Plan | None = None
+        self.resharder: Resharder | None = None
+
+    async def transfer(self, version: int, *, stepped: bool) -> SyncReport:
+        """See :meth:`WeightSync.transfer`; collective over all ranks."""
+        started = time.perf_counter()
+        received = None
+        buckets = 0
+        async with updating(self.sink, version):
+            tensors = self.sharded.shards()
+            assert tensors is not None, "a source that has to put its tensors together belongs to WeightSync"
+            parts = self.sink.weight_parts(tensors)
+            if not self._agreed:
+                self._plan = self._make_plan(tensors, parts)
+                self._agreed = True
+            if self._plan is not None and parts is not None:
+                received, buckets = self._reshard(self._plan, tensors, parts)
+                changed = self.changes.finish(version, stepped=stepped, combine=dist.all_reduce)
+            else:
+                for bucket in in_buckets(self.changes.watch(self.source.named_tensors()), self.bucket_bytes):
+                    await self.sink.load(bucket, live=False)
+                    buckets += 1
+                changed = self.changes.finish(version, stepped=stepped)
+        memory = self.sink.memory()
+        return SyncReport(
+            version=version,
+            seconds=time.perf_counter() - started,
+            bytes_copied=memory.owned_weights,
+            bytes_shared=memory.aliased_weights,
+            tensors=len(tensors),
+            buckets=buckets,
+            changed=changed,
+            bytes_received=received,
+        )
+
+    def _reshard(self, change: Plan, tensors: Mapping[str, Tensor], parts: Parts) -> tuple[int, int]:
+        """Write this rank's parts; returns bytes received and buckets."""
+        local = {name: _local(tensor) for name, tensor in tensors.items()}
+        for _ in self.changes.watch(local.items()):
+            pass
+        source = {_key(name, number): local[name] for name, number in _numbered(change)}
+        into = {_key(name, number): part.tensor for name, some in parts.items() for number, part in enumerate(some)}
+        resharder = self.resharder = Resharder(change, device=next(iter(local.values())).device)
+        resharder.run(source, into)
+        self.sink.parts_written(tensors)
+        return resharder.report.received, resharder.report.buckets
+
+    def _make_plan(self, tensors: Mapping[str, Tensor], parts: Parts | None) -> Plan | None:
+        """Exchange which rank reads what; None when one of them needs whole tensors. Collective."""
+        mine: dict[str, list[Box]] | None = None
+        dtypes: dict[str, torch.dtype] = {}
+        devices = {_local(tensor).device.type for tensor in tensors.values()}
+        if parts is not None and devices == {part.tensor.device.type for some in parts.values() for part in some}:
+            mine = {name: [(part.start, part.stop) for part in some] for name, some in parts.items()}
+            dtypes = {name: some[0].tensor.dtype for name, some in parts.items() if some}
+        everyone: list[tuple[dict[str, list[Box]] | None, dict[str, torch.dtype]]] = [
+            (None, {})
+        ] * dist.get_world_size()
+        dist.all_gather_object(everyone, (mine, dtypes))
+        boxes = [held for held, _ in everyone if held is not None]
+        if len(boxes) < len(everyone):
+            logger.info("the rollout takes whole tensors on some rank; all of them stream the whole model")
+            return None
+        dtypes = {name: dtype for _, found in everyone for name, dtype in found.items()}
+        shards = layout_of(tensors, range(len(everyone)))
+        source, target = _numbered_layouts(shards, boxes, dtypes)
+        return plan(source, target, bucket_bytes=self.bucket_bytes)
+
+
+def _numbered_layouts(
+    shards: Layout, boxes: list[dict[str, list[Box]]], dtypes: Mapping[str, torch.dtype]
+) -> tuple[Layout, Layout]:
+    """Source and target layout in which a weight appears once for each part that a rank has of it.
+
+    A rollout that keeps a weight in several places, such as the sections of a fused projection, thus has one target
+    tensor for each.
+    """
+    infos: dict[str, TensorInfo] = {}
+    before: dict[str, Placement] = {}
+    after: dict[str, Placement] = {}
+    wanted: dict[str, TensorInfo] = {}
+    for name, info in shards.tensors.items():
+        for number in range(max(len(held[name]) for held in boxes)):
+            held_by = [(rank, held[name][number]) for rank, held in enumerate(boxes) if number < len(held[name])]
+            key = _key(name, number)
+            infos[key], before[key] = info, shards.placements[name]
+            wanted[key] = TensorInfo(info.shape, dtypes[name])
+            after[key] = Placement.build(
+                len(info.shape),
+                [
+                    (
+                        rank,
+                        [tuple((first, end, 0) for first, end in zip(start, stop, strict=True))],
+                        tuple(end - first for first, end in zip(start, stop, strict=True)),
+                    )
+                    for rank, (start, stop) in held_by
+                ],
+            )
+    return Layout(infos, before), Layout(wanted, after)
+
+
+def _key(name: str, number: int) -> str:
+    return f"{name}#{number}"
+
+
+def _numbered(change: Plan) -> list[tuple[str, int]]:
+    pairs = [key.rsplit("#", 1) for key in change.names]
+    return [(name, int(number)) for name, number in pairs]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
