@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -196,10 +196,7 @@ def load_value_model(
     config = hf_config or load_hf_config(model_config)
     config.num_labels = 1
     config.classifier_dropout = 0.0  # a dropped value would make the old and new values of one state differ
-    model_class: Any = AutoModelForTokenClassification
-    if type(config) not in AutoModelForTokenClassification._model_mapping:
-        model_class = _token_classification_class(config)
-    model, missing = _from_pretrained(model_class, model_config, dtype, config, report=True)
+    model, missing = _from_pretrained(model_class("value", config), model_config, dtype, config, report=True)
     if missing:
         with torch.no_grad():
             for parameter in model.score.parameters():
@@ -229,6 +226,25 @@ def load_classifier(
         with torch.no_grad():
             model.score.weight.zero_()
     return model
+
+
+#: head of an engine -> loads its model
+LOADERS: dict[str, Callable[..., PreTrainedModel]] = {
+    "lm": load_causal_lm,
+    "value": load_value_model,
+    "classifier": load_classifier,
+}
+
+
+def model_class(head: str, config: PreTrainedConfig) -> Any:
+    """The class, or Auto class, of a model with a head, for ``from_pretrained``."""
+    if head == "lm":
+        return AutoModelForCausalLM
+    if head == "classifier":
+        return AutoModelForSequenceClassification
+    if type(config) in AutoModelForTokenClassification._model_mapping:
+        return AutoModelForTokenClassification
+    return _token_classification_class(config)
 
 
 def _token_classification_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

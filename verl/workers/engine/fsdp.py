@@ -18,11 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from verl.errors import ConfigError
 from verl.models.heads import HEADS, HeadModel, PolicyModel
 from verl.models.loading import (
+    LOADERS,
     has_dropout,
-    load_causal_lm,
-    load_classifier,
     load_hf_config,
-    load_value_model,
     supports_packing,
 )
 from verl.models.lora import LoraSettings, adapter_layers, adapters_off, add_adapters, is_adapter_name, merged
@@ -54,7 +52,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOADERS = {"lm": load_causal_lm, "value": load_value_model, "classifier": load_classifier}
 _TRAINED = frozenset({"model", "optimizer", "extra"})
 
 
@@ -123,7 +120,7 @@ class FSDPEngine(TrainEngine):
         if self._sequence is not None:
             check_model(config, self._sequence.size, packed=self.packed)
         self.share_prompts = not has_dropout(config)
-        hf_model = _LOADERS[self.head](self.model_config, dtype=self.precision.master, hf_config=config)
+        hf_model = LOADERS[self.head](self.model_config, dtype=self.precision.master, hf_config=config)
         self.lora = LoraSettings.of(self.model_config)
         if self.lora is not None:
             add_adapters(hf_model, self.lora, self.seed)
