@@ -25,7 +25,7 @@ COMMANDS = {
     "sft": Command("verl.trainer.main_sft", "supervised fine-tuning"),
     "preference": Command("verl.trainer.main_preference", "training on pairs of answers: DPO, reward models"),
     "merge": Command(
-        "verl.model_merger", "make a Hugging Face directory of a checkpoint's shards, or compare with one"
+        "verl.model_merger", "make a Hugging Face directory of a checkpoint, or compare with one"
     ),
     "selftest": Command("verl.selftest.main", "check on this machine that numbers do not depend on how work is cut"),
 }
