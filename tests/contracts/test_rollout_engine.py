@@ -16,6 +16,7 @@ import torch
 from tests.workers.rollout.helpers import (
     make_engine,
     make_model,
+    make_sglang_engine,
     make_vllm_engine,
     missing_package,
     random_prompts,
@@ -34,9 +35,15 @@ from verl.workers.rollout.base import (
     SamplingParams,
     run_blocking,
 )
+from verl.workers.rollout.sglang import SGLangRolloutEngine
 
-ENGINES: dict[str, Callable[[torch.nn.Module, Path], RolloutEngine]] = {"hf": make_engine, "vllm": make_vllm_engine}
-SERVED = {f"{name}, served": name for name in ENGINES}  # in processes of their own, behind a client
+ENGINES: dict[str, Callable[[torch.nn.Module, Path], RolloutEngine]] = {
+    "hf": make_engine,
+    "sglang": make_sglang_engine,
+    "vllm": make_vllm_engine,
+}
+#: in processes of their own, behind a client; SGLang's works that way by itself
+SERVED = {f"{name}, served": name for name in ENGINES if name != "sglang"}
 INSTALLED = [
     pytest.param(
         name,
@@ -92,6 +99,8 @@ async def update(
 
 @pytest.fixture
 def ready(used_engine: RolloutEngine, model: torch.nn.Module) -> RolloutEngine:
+    if isinstance(used_engine, SGLangRolloutEngine):
+        used_engine.connection.call_blocking("/slow_down", {"forward_sleep_time": None})
     run_blocking(used_engine.wake())
     run_blocking(update(used_engine, weights_of(model).items(), 7))
     return used_engine
@@ -298,10 +307,17 @@ def long_requests() -> list[GenerationRequest]:
     ]
 
 
+#: seconds that SGLang is told to take for a token
+STEP_S = 0.04
+
+
 async def turns(engine: RolloutEngine, count: int) -> None:
     """Let the engine make about this many tokens; a few at least."""
     if isinstance(engine, ServedEngine):
         await engine.turns(count)
+    if isinstance(engine, SGLangRolloutEngine):  # its server does not wait for our event loop
+        await engine.connection.call("/slow_down", {"forward_sleep_time": STEP_S})
+        await asyncio.sleep(count * STEP_S)
     for _ in range(count):
         await asyncio.sleep(0)
 

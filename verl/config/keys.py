@@ -147,10 +147,9 @@ class Unsupported:
 
 
 _R = "actor_rollout_ref.rollout"
-_SGLANG = "is a setting of the sglang engine, which is not in this version; leave it out"
 _PARALLEL = (
     "splits the rollout engine over ranks in a way that is not in this version; use 1 or leave it out "
-    "(rollout.tensor_model_parallel_size splits vLLM's weights)"
+    "(rollout.tensor_model_parallel_size splits vLLM's and SGLang's weights)"
 )
 _PROFILER = "is for the profilers, which are not in this version; leave it out (timing_s/* metrics give phase times)"
 _MEGATRON = (
@@ -189,7 +188,6 @@ UNSUPPORTED: Sequence[Unsupported] = (
     ),
     Unsupported("**.entropy_from_logits_with_chunking", _CHUNKS, (True, False)),
     # vLLM and SGLang
-    Unsupported(f"{_R}.engine_kwargs.sglang.**", _SGLANG, (None,)),
     Unsupported(
         f"{_R}.disable_log_stats",
         "makes the rollout engine log its own statistics; leave it out, the step's metrics have what it did",

@@ -11,7 +11,7 @@ from verl.config.fsdp import DTYPE_SPELLINGS, DTYPES
 from verl.config.multi_turn import AgentConfig, MultiTurnConfig
 
 ACTOR = "actor_rollout_ref.actor"
-ENGINES = ("hf", "vllm")
+ENGINES = ("hf", "sglang", "vllm")
 
 #: arguments of vLLM that other keys stand for, or that the exchange of weights and tokens depends on
 VLLM_KEYS = {
@@ -35,6 +35,42 @@ VLLM_KEYS = {
     "worker_extension_cls": "it is how weights are handed over; leave it out",
     "trust_remote_code": "use model.trust_remote_code",
 }
+
+#: the same for SGLang
+SGLANG_KEYS = {
+    "model_path": "the model is model.path; leave it out",
+    "tokenizer_path": "the engine works on token ids; leave it out",
+    "skip_tokenizer_init": "the engine works on token ids; leave it out",
+    "trust_remote_code": "use model.trust_remote_code",
+    "json_model_override_args": "use model.override_config",
+    "device": "use trainer.device",
+    "dtype": "use rollout.dtype",
+    "random_seed": "every sample has its own seed, from trainer.seed; leave it out",
+    "load_format": "weights are always the policy's; leave it out",
+    "sampling_backend": "seeds and log-probabilities are those of the built-in sampler; leave it out",
+    "context_length": "use rollout.max_model_len",
+    "max_running_requests": "use rollout.max_num_seqs",
+    "max_prefill_tokens": "use rollout.max_num_batched_tokens",
+    "chunked_prefill_size": "use rollout.enable_chunked_prefill and rollout.max_num_batched_tokens",
+    "disable_radix_cache": "use rollout.enable_prefix_caching",
+    "disable_cuda_graph": "use rollout.enforce_eager",
+    "mem_fraction_static": "use rollout.gpu_memory_utilization",
+    "tp_size": "use rollout.tensor_model_parallel_size",
+    "base_gpu_id": "the server runs on its worker's GPUs; leave it out",
+    "enable_memory_saver": "use rollout.free_cache_engine",
+    "enable_weights_cpu_backup": "use rollout.free_cache_engine",
+    "host": "a worker's own server is for the worker alone; rollout.server_urls names servers that run elsewhere",
+    "port": "a worker's own server is for the worker alone; rollout.server_urls names servers that run elsewhere",
+    "api_key": "a worker's own server is for the worker alone; leave it out",
+    "skip_server_warmup": "the server has no weights when it starts; leave it out",
+}
+#: keys that mean something to the engines that are not built in, and their values that mean nothing
+_ENGINE_KEYS: tuple[tuple[str, tuple[object, ...]], ...] = (
+    ("tensor_model_parallel_size", (1,)),
+    ("enable_chunked_prefill", (None, False)),
+    ("enable_prefix_caching", (None, False)),
+    ("enforce_eager", (None, True)),
+)
 
 
 @dataclass
@@ -62,6 +98,9 @@ class EngineKwargsConfig(Config):
     vllm: dict[str, Any] = opt(
         {}, "Arguments of vLLM's EngineArgs, for example block_size or compilation_config; null values are left out."
     )
+    sglang: dict[str, Any] = opt(
+        {}, "Arguments of SGLang's ServerArgs, for example attention_backend; null values are left out."
+    )
 
 
 @dataclass
@@ -70,7 +109,8 @@ class RolloutConfig(Config):
 
     name: str = opt(
         "hf",
-        "Rollout engine: 'hf' samples on the policy's own weights, 'vllm' runs vLLM inside the training processes.",
+        "Rollout engine: 'hf' samples on the policy's own weights, 'vllm' runs vLLM inside the training processes, "
+        "'sglang' an SGLang server beside each of them.",
     )
     mode: str = opt("sync", "'sync': all prompts of a step are generated in one call.")
     n: int = opt(1, "Samples per prompt.", ge=1)
@@ -108,7 +148,7 @@ class RolloutConfig(Config):
         le=1,
     )
     tensor_model_parallel_size: int = opt(
-        1, "Ranks of a machine that generate together with one split copy of the weights (vllm).", ge=1
+        1, "Ranks of a machine that generate together with one split copy of the weights (vllm, sglang).", ge=1
     )
     max_num_batched_tokens: int = opt(
         8192,
@@ -117,14 +157,23 @@ class RolloutConfig(Config):
         ge=1,
     )
     enable_chunked_prefill: bool | None = opt(
-        None, "Cut long prompts into chunks that run beside others' next tokens (vllm); not given = on GPUs only."
+        None,
+        "Cut long prompts into chunks that run beside others' next tokens (vllm, sglang); not given = yes, except for "
+        "vllm on CPUs.",
     )
     enable_prefix_caching: bool | None = opt(
-        None, "Reuse the cache of equal beginnings of prompts (vllm); not given = yes."
+        None, "Reuse the cache of equal beginnings of prompts (vllm, sglang); not given = yes."
     )
-    enforce_eager: bool | None = opt(None, "Run without CUDA graphs and compilation (vllm); not given = on CPUs only.")
+    enforce_eager: bool | None = opt(
+        None, "Run without CUDA graphs and compilation (vllm, sglang); not given = on CPUs only."
+    )
     engine_kwargs: EngineKwargsConfig = section(
         EngineKwargsConfig, "Settings of the rollout engine under its own names."
+    )
+    server_urls: list[str] = opt(
+        [],
+        "Addresses of running SGLang servers (python -m verl.workers.rollout.sglang_server) that generate instead of "
+        "servers of the workers' own; worker i uses number i, counted around.",
     )
     update_weights_bucket_megabytes: int = opt(
         512, "Largest piece in which weights that cannot be shared are handed to the rollout engine, in MB.", ge=1
@@ -169,12 +218,10 @@ class RolloutConfig(Config):
 
     def problems(self) -> Iterator[str]:
         if self.name not in ENGINES:
-            known = (
-                f"the {self.name} engine is not in this version"
-                if self.name == "sglang"
-                else f"there is no such rollout engine{suggestion(self.name, ENGINES)}"
+            yield (
+                f"name={self.name!r}: there is no such rollout engine{suggestion(self.name, ENGINES)}; use one of "
+                f"{', '.join(ENGINES)}"
             )
-            yield f"name={self.name!r}: {known}; use one of {', '.join(ENGINES)}"
         yield from self._engine_problems()
         if self.mode != "sync":
             why = "rollout servers are not in this version" if self.mode == "async" else "there is no such mode"
@@ -196,25 +243,29 @@ class RolloutConfig(Config):
 
     def _engine_problems(self) -> Iterator[str]:
         """Keys that the chosen engine has no use for."""
-        if self.name == "vllm":
-            for key in self.engine_kwargs.vllm:
-                if key in VLLM_KEYS:
-                    yield f"engine_kwargs.vllm.{key}={self.engine_kwargs.vllm[key]!r}: {VLLM_KEYS[key]}"
-            return
-        for key, harmless in (
-            ("tensor_model_parallel_size", (1,)),
-            ("enable_chunked_prefill", (None, False)),
-            ("enable_prefix_caching", (None, False)),
-            ("enforce_eager", (None, True)),
-        ):
-            value = getattr(self, key)
-            if value not in harmless:
-                yield f"{key}={value!r}: is a setting of rollout.name=vllm; leave it out, or set rollout.name=vllm"
-        if self.engine_kwargs.vllm:
-            yield (
-                f"engine_kwargs.vllm={self.engine_kwargs.vllm!r}: is for rollout.name=vllm, and the name is "
-                f"{self.name!r}; leave it out, or set rollout.name=vllm"
-            )
+        for engine, refused in (("vllm", VLLM_KEYS), ("sglang", SGLANG_KEYS)):
+            given = getattr(self.engine_kwargs, engine)
+            if self.name == engine:
+                for key in given.keys() & refused.keys():
+                    yield f"engine_kwargs.{engine}.{key}={given[key]!r}: {refused[key]}"
+            elif given:
+                yield (
+                    f"engine_kwargs.{engine}={given!r}: is for rollout.name={engine}, and the name is {self.name!r}; "
+                    f"leave it out, or set rollout.name={engine}"
+                )
+        if self.name == "hf":
+            for key, harmless in _ENGINE_KEYS:
+                value = getattr(self, key)
+                if value not in harmless:
+                    yield (
+                        f"{key}={value!r}: is a setting of rollout.name=vllm and sglang; leave it out, or set one of "
+                        "these"
+                    )
+        if self.server_urls and self.name != "sglang":
+            yield f"server_urls={self.server_urls!r}: is for rollout.name=sglang; leave it out"
+        for url in self.server_urls:
+            if not url.startswith(("http://", "https://")):
+                yield f"server_urls: {url!r} is no address; write http://host:port"
 
     def log_prob_micro_batch(self) -> MicroBatch:
         """Return how the policy splits a rank's batch when it recomputes log-probabilities."""

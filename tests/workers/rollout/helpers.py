@@ -57,7 +57,7 @@ def served_everywhere(family: str = "qwen2", **settings: Any) -> PreTrainedConfi
 
 def missing_package(name: str) -> str | None:
     """Why the engine called ``name`` cannot be tested here; None when it can."""
-    packages = {"vllm": ("vllm", "make install-vllm")}
+    packages = {"vllm": ("vllm", "make install-vllm"), "sglang": ("sglang", "make install-sglang")}
     package, remedy = packages.get(name, (None, None))
     if package is None or importlib.util.find_spec(package) is not None:
         return None
@@ -71,6 +71,15 @@ def make_vllm_engine(model: torch.nn.Module, directory: Path, **rollout: Any) ->
     model.config.save_pretrained(directory)
     settings = {"name": "vllm", "dtype": "float32", "prompt_length": 28, "response_length": 100, "max_num_seqs": 64}
     return VLLMRolloutEngine(ModelConfig(path=str(directory)), RolloutConfig(**{**settings, **rollout}), device="cpu")
+
+
+def make_sglang_engine(model: torch.nn.Module, directory: Path, **rollout: Any) -> RolloutEngine:
+    """An SGLang engine of the model's architecture, without weights."""
+    from verl.workers.rollout.sglang import SGLangRolloutEngine
+
+    model.config.save_pretrained(directory)
+    settings = {"name": "sglang", "dtype": "float32", "prompt_length": 28, "response_length": 100, "max_num_seqs": 64}
+    return SGLangRolloutEngine(ModelConfig(path=str(directory)), RolloutConfig(**{**settings, **rollout}), device="cpu")
 
 
 async def hand_over(engine: RolloutEngine, model: torch.nn.Module, version: int = 1, *, live: bool = True) -> None:

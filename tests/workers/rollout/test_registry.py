@@ -23,9 +23,15 @@ def test_vllm_is_found_and_asks_for_its_package_only_when_made() -> None:
     assert get_rollout_class("vllm") is VLLMRolloutEngine
 
 
+def test_sglang_is_found_and_asks_for_its_package_only_when_made() -> None:
+    from verl.workers.rollout.sglang import SGLangRolloutEngine
+
+    assert get_rollout_class("sglang") is SGLangRolloutEngine
+
+
 def test_engines_of_other_versions_say_what_to_use() -> None:
     with pytest.raises(ConfigError, match=r"rollout.name=hf"):
-        get_rollout_class("sglang")
+        get_rollout_class("trtllm")
 
 
 def test_a_misspelt_name_gets_a_suggestion() -> None:

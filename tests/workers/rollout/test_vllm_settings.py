@@ -13,7 +13,6 @@ from verl.config import ModelConfig, RolloutConfig
 from verl.config.rollout import EngineKwargsConfig
 from verl.errors import ConfigError
 from verl.workers.rollout.vllm_settings import engine_arguments
-from verl.workers.rollout.vllm_worker import forget_pages
 
 
 def arguments(
@@ -93,16 +92,3 @@ def test_without_the_package_the_message_says_what_to_install(tmp_path: Path) ->
 
     with pytest.raises(ConfigError, match=r"the package vllm is not installed; install verl\[vllm\]"):
         VLLMRolloutEngine(ModelConfig(path=str(tmp_path)), RolloutConfig(name="vllm"))
-
-
-def test_forgotten_pages_read_as_zeros_and_cost_nothing() -> None:
-    import psutil
-
-    rss = psutil.Process().memory_info
-    tensor = torch.ones(64 << 20, dtype=torch.uint8)
-    held = rss().rss
-    assert forget_pages(tensor.untyped_storage())
-    assert held - rss().rss > 60 << 20
-    assert int(tensor[4096:-4096].sum()) == 0
-    tensor.fill_(3)
-    assert int(tensor[-1]) == 3

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 #: engine name -> "module:class"
 ROLLOUT_ENGINES: dict[str, str] = {
     "hf": "verl.workers.rollout.hf.engine:HFRolloutEngine",
+    "sglang": "verl.workers.rollout.sglang:SGLangRolloutEngine",
     "vllm": "verl.workers.rollout.vllm:VLLMRolloutEngine",
 }
 
 #: names that users of this ecosystem know but that this version does not serve
-_NOT_SERVED = ("sglang", "trtllm")
+_NOT_SERVED = ("trtllm",)
 
 
 def get_rollout_class(name: str) -> Callable[..., RolloutEngine]:
@@ -40,7 +41,7 @@ def get_rollout_class(name: str) -> Callable[..., RolloutEngine]:
     if name in _NOT_SERVED:
         raise ConfigError(
             f"actor_rollout_ref.rollout.name={name!r}: this version does not have the engine; set "
-            f"actor_rollout_ref.rollout.name=hf or vllm (known: {known})"
+            f"actor_rollout_ref.rollout.name=hf, vllm or sglang (known: {known})"
         )
     near = difflib.get_close_matches(str(name), [*ROLLOUT_ENGINES, *_NOT_SERVED], 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -96,6 +96,11 @@ class WeightManifest:
             )
         return self._by_name[name].names
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The type that generation has a weight in."""
+        self.names_of(name)
+        return self._by_name[name].dtype
+
     def as_in_checkpoint(self, name: str, tensor: torch.Tensor) -> list[Named]:
         """A weight as checkpoints hold it, which is the form that engines read: experts one by one, for example."""
         if self.names_of(name)[0] not in self._converted:

@@ -12,7 +12,7 @@ from verl.errors import ConfigError
 from verl.utils.device import default_compute_dtype
 
 if TYPE_CHECKING:
-    from verl.config import ModelConfig
+    from verl.config import ModelConfig, RolloutConfig
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,33 @@ def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
     if name not in _DTYPES:
         raise ConfigError(f"rollout.dtype={name!r}: use auto, {', '.join(_DTYPES)}")
     return _DTYPES[str(name)]
+
+
+def max_model_len(rollout: RolloutConfig, text_config: Any) -> int:
+    """Prompt and response tokens of the longest sequence: as configured, and no more than the model has positions for.
+
+    Args:
+        rollout: the ``rollout`` section.
+        text_config: the language model's Transformers configuration.
+
+    Raises:
+        ConfigError: ``max_model_len`` was given and the model has fewer positions.
+    """
+    wanted = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    positions = getattr(text_config, "max_position_embeddings", None) or wanted
+    if wanted <= positions:
+        return int(wanted)
+    if rollout.max_model_len:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.max_model_len={wanted}: the model has {positions} positions; lower it, or set "
+            "model.override_config.max_position_embeddings"
+        )
+    logger.warning(
+        "prompt_length + response_length = %d, but the model has %d positions; longer requests will be refused",
+        wanted,
+        positions,
+    )
+    return int(positions)
 
 
 def special_tokens(

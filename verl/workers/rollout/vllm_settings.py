@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,41 +10,13 @@ import psutil
 import torch
 
 from verl.errors import ConfigError
+from verl.workers.rollout.settings import max_model_len
 from verl.workers.rollout.vllm_worker import EXTENSION
 
 if TYPE_CHECKING:
     from verl.config import ModelConfig, RolloutConfig
 
-logger = logging.getLogger(__name__)
-
 _CPU_BLOCK = 128  # tokens in a block of vLLM's cache on CPUs
-
-
-def max_model_len(rollout: RolloutConfig, text_config: Any) -> int:
-    """Prompt and response tokens of the longest sequence: as configured, and no more than the model has positions for.
-
-    Args:
-        rollout: the ``rollout`` section.
-        text_config: the language model's Transformers configuration.
-
-    Raises:
-        ConfigError: ``max_model_len`` was given and the model has fewer positions.
-    """
-    wanted = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    positions = getattr(text_config, "max_position_embeddings", None) or wanted
-    if wanted <= positions:
-        return int(wanted)
-    if rollout.max_model_len:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.max_model_len={wanted}: the model has {positions} positions; lower it, or set "
-            "model.override_config.max_position_embeddings"
-        )
-    logger.warning(
-        "prompt_length + response_length = %d, but the model has %d positions; longer requests will be refused",
-        wanted,
-        positions,
-    )
-    return int(positions)
 
 
 def engine_arguments(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import hashlib
-import mmap
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from verl.utils.pages import forget_pages
 from verl.workers.rollout.base import WeightPart
 from verl.workers.rollout.manifest import Named, WeightManifest
 from verl.workers.rollout.vllm_weights import ModelWeights
@@ -115,22 +112,3 @@ def stream_seed(seed: int, position: int) -> int:
     """
     mixed = hashlib.blake2b(seed.to_bytes(16, "little", signed=True) + position.to_bytes(8, "little"), digest_size=8)
     return int.from_bytes(mixed.digest(), "little") >> 1
-
-
-def forget_pages(storage: torch.UntypedStorage) -> bool:
-    """Give the physical memory of a CPU storage back to the system; whether that was possible.
-
-    The addresses stay valid, which vLLM's cache tensors need, and read as zeros, as after allocation; touched pages
-    get memory again.
-    """
-    if not sys.platform.startswith("linux") or storage.device.type != "cpu":
-        return False
-    page = mmap.PAGESIZE
-    start = -(-storage.data_ptr() // page) * page
-    length = (storage.data_ptr() + storage.nbytes()) // page * page - start
-    return length <= 0 or _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED) == 0
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)

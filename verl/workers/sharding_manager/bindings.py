@@ -49,6 +49,13 @@ def fsdp_vllm(source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on_u
     return WeightSync(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
 
 
+@SHARDING_MANAGERS.register("fsdp/sglang")
+def fsdp_sglang(source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on_unchanged: str) -> ShardingManager:
+    """Buckets of whole tensors go to the SGLang server, through shared memory or CUDA handles where it is the worker's
+    own, through a process group where it runs elsewhere; its loaders fuse and split them."""
+    return WeightSync(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
+
+
 def make_sharding_manager(
     strategy: str,
     rollout: str,

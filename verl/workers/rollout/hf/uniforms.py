@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+#: step of the Weyl sequence
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def uniforms(seeds: npt.ArrayLike, count: int, first: npt.ArrayLike = 0) -> npt.NDArray[np.float64]:
@@ -26,14 +27,15 @@ def uniforms(seeds: npt.ArrayLike, count: int, first: npt.ArrayLike = 0) -> npt.
     Returns:
         (B, count) float64; entry (b, t) depends on ``seeds[b]`` and ``first[b] + t`` only.
     """
-    start = _mix(np.asarray(seeds, dtype=np.uint64))
+    start = mix(np.asarray(seeds, dtype=np.uint64))
     with np.errstate(over="ignore"):
         number = np.asarray(first, dtype=np.uint64).reshape(-1, 1) + np.arange(1, count + 1, dtype=np.uint64)
-        state = start[:, None] + number * _GOLDEN
-    return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        state = start[:, None] + number * GOLDEN
+    return (mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's mixing function."""
     with np.errstate(over="ignore"):
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
