@@ -24,9 +24,8 @@ COMMANDS = {
     "train": Command("verl.trainer.main_ppo", "reinforcement learning: PPO, GRPO and their relatives"),
     "sft": Command("verl.trainer.main_sft", "supervised fine-tuning"),
     "preference": Command("verl.trainer.main_preference", "training on pairs of answers: DPO, reward models"),
-    "merge": Command(
-        "verl.model_merger", "make a Hugging Face directory of a checkpoint, or compare with one"
-    ),
+    "merge": Command("verl.model_merger", "make a Hugging Face directory of a checkpoint, or compare with one"),
+    "explain": Command("verl.trainer.main_explain", "what a run would need: explain memory key=value ..."),
     "selftest": Command("verl.selftest.main", "check on this machine that numbers do not depend on how work is cut"),
 }
 

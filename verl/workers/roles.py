@@ -8,13 +8,15 @@ neither how the engine shards the model (``fsdp_workers.py`` binds that) nor whi
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import resource
 import time
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import transformers
@@ -45,6 +47,7 @@ from verl.utils.seeding import derive_seed, set_seed
 from verl.utils.tokenizer import load_tokenizer
 from verl.workers.engine.base import MicroBatching, TrainEngine
 from verl.workers.losses import actor_loss, critic_loss, implicit_reward_model_loss
+from verl.workers.memory import METER
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.batch import batch_from_completions, requests_from_batch
 from verl.workers.sharding_manager import make_sharding_manager
@@ -54,6 +57,22 @@ logger = logging.getLogger(__name__)
 POLICY = frozenset({"log_probs"})
 POLICY_AND_ENTROPY = frozenset({"log_probs", "entropys"})
 VALUES = frozenset({"values"})
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def measured(phase: str) -> Callable[[F], F]:
+    """Measure the memory of a worker's method as one phase of the step."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with METER.phase(phase, self.device):
+                return function(self, *args, **kwargs)
+
+        return cast(F, run)
+
+    return decorate
 
 
 class RoleWorker(Worker):
@@ -116,13 +135,27 @@ class RoleWorker(Worker):
         gib = 1 / 2**30
         return MetricSet(
             {
-                "perf/max_memory_allocated_gb": mmax(stats.max_allocated * gib),
-                "perf/max_memory_reserved_gb": mmax(stats.max_reserved * gib),
+                "perf/max_memory_allocated_gb": mmax(max(stats.max_allocated, METER.max_allocated) * gib),
+                "perf/max_memory_reserved_gb": mmax(max(stats.max_reserved, METER.max_reserved) * gib),
+                **{
+                    f"perf/memory_{phase}_gb": mmax(nbytes * gib)
+                    for phase, nbytes in METER.readings(self.device).items()
+                },
                 "perf/cpu_memory_used_gb": mmax(stats.host_used * gib),
                 # Linux counts in KiB
                 "perf/cpu_memory_peak_gb": mmax(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 * gib),
             }
         )
+
+    def memory_of(self, **engines: TrainEngine | None) -> dict[str, int]:
+        """Measured bytes: what each engine holds as ``"role part"``, and the process in each phase."""
+        held = {
+            f"{role} {part}": nbytes
+            for role, engine in engines.items()
+            if engine is not None
+            for part, nbytes in engine.state_bytes().items()
+        }
+        return held | {f"phase {phase}": nbytes for phase, nbytes in METER.readings(self.device).items()}
 
     def run_update(
         self,
@@ -203,8 +236,10 @@ class ActorRolloutRefWorker(RoleWorker):
             raise ConfigError(f"role={role!r}: expected actor, actor_rollout, actor_rollout_ref or ref")
         self.actor: TrainEngine | None = None
         self.ref: TrainEngine | None = None
+        self.cache_bytes = 0  # of the rollout's keys and values when the last generation ended
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @measured("load")
     def init_model(self) -> None:
         """Load the model and build the engines of this worker's parts. Collective."""
         config = self.config
@@ -249,6 +284,7 @@ class ActorRolloutRefWorker(RoleWorker):
         return {}
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
+    @measured("generate")
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Sample one response per row.
 
@@ -268,7 +304,9 @@ class ActorRolloutRefWorker(RoleWorker):
         async def run() -> list[Any]:
             await self.rollout.wake()
             try:
-                return await self.rollout.generate_many(requests)
+                completions = await self.rollout.generate_many(requests)
+                self.cache_bytes = self.rollout.memory().kv_cache
+                return completions
             finally:
                 if config.free_cache_engine:
                     await self.rollout.sleep()
@@ -277,6 +315,7 @@ class ActorRolloutRefWorker(RoleWorker):
         return batch_from_completions(prompts, completions, config.response_length, self.rollout.pad_token_id)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), reuse_fields=True)
+    @measured("log_prob")
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """``old_log_probs``, ``entropys`` and, if configured, ``sum_pi_squared`` (B,R) of the actor, no gradients."""
         assert self.actor is not None
@@ -292,6 +331,7 @@ class ActorRolloutRefWorker(RoleWorker):
         return DataProto.from_dict({fields.get(name, name): value.cpu() for name, value in out.items()})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"), reuse_fields=True)
+    @measured("log_prob")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """``ref_log_prob`` (B,R) of the reference model, without gradients."""
         assert self.ref is not None
@@ -308,6 +348,7 @@ class ActorRolloutRefWorker(RoleWorker):
     @register(
         dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), auto_padding=False, reuse_fields=True
     )
+    @measured("update")
     def update_actor(self, data: DataProto) -> MetricSet:
         """Run all mini-batch updates of a step on this worker's rows."""
         assert self.actor is not None
@@ -327,6 +368,7 @@ class ActorRolloutRefWorker(RoleWorker):
         return metrics
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @measured("sync")
     def sync_weights(self, version: int) -> dict[str, float]:
         """Hand the actor's weights to the rollout as policy ``version``; returns the transfer's metrics."""
         assert self.actor is not None
@@ -334,6 +376,15 @@ class ActorRolloutRefWorker(RoleWorker):
         self.updates_handed_over = self.updates
         with self.actor.resident(optimizer=False):
             return self.sharding_manager.sync(version, stepped=stepped)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def memory_report(self) -> dict[str, int]:
+        """Measured bytes of this rank, see :meth:`memory_of`; the cache as it was while generating."""
+        report = self.memory_of(actor=self.actor, ref=None if self.ref is self.actor else self.ref)
+        if "rollout" in self.parts:
+            report["rollout kv cache"] = self.cache_bytes
+            report["rollout rollout weights"] = self.rollout.memory().owned_weights
+        return report
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
@@ -362,6 +413,7 @@ class CriticWorker(RoleWorker):
         self.rollout_n = rollout_n
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @measured("load")
     def init_model(self) -> None:
         """Load the backbone, add the value head and build the engine. Collective."""
         config = self.config
@@ -377,6 +429,7 @@ class CriticWorker(RoleWorker):
         self.loss = critic_loss(config)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"), reuse_fields=True)
+    @measured("log_prob")
     def compute_values(self, data: DataProto) -> DataProto:
         """``values`` (B,R): the value before each response token, without gradients."""
         config = self.config
@@ -391,6 +444,7 @@ class CriticWorker(RoleWorker):
     @register(
         dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"), auto_padding=False, reuse_fields=True
     )
+    @measured("update")
     def update_critic(self, data: DataProto) -> MetricSet:
         """Run all mini-batch updates of a step on this worker's rows."""
         config = self.config
@@ -406,6 +460,11 @@ class CriticWorker(RoleWorker):
                 micro=MicroBatching(*config.micro_batch()),
             )
         return metrics
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def memory_report(self) -> dict[str, int]:
+        """Measured bytes of this rank, see :meth:`memory_of`."""
+        return self.memory_of(critic=self.engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
@@ -441,6 +500,7 @@ class RewardModelWorker(RoleWorker):
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @measured("load")
     def init_model(self) -> None:
         """Load the model and build the engine. Collective."""
         config = self.config
@@ -449,6 +509,7 @@ class RewardModelWorker(RoleWorker):
         self.join_mesh("reward_model", self.engine)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward_model"))
+    @measured("log_prob")
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """``rm_scores`` (B,R): the model's score of each conversation, on the last token of the response.
 
@@ -518,6 +579,7 @@ class ImplicitRewardWorker(RoleWorker):
         self.rollout_n = rollout_n
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @measured("load")
     def init_model(self) -> None:
         """Load the model and its reference and build the engines. Collective."""
         config = self.config
@@ -539,11 +601,13 @@ class ImplicitRewardWorker(RoleWorker):
         return out["log_probs"].cpu()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward_model"), reuse_fields=True)
+    @measured("log_prob")
     def compute_rm_ref_log_prob(self, data: DataProto) -> DataProto:
         """``rm_ref_log_prob`` (B,R) of the frozen reference, without gradients."""
         return DataProto.from_dict({"rm_ref_log_prob": self._log_probs(self.ref, data.batch)})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward_model"), reuse_fields=True)
+    @measured("log_prob")
     def compute_process_rewards(self, data: DataProto) -> DataProto:
         """``process_rewards`` (B,R) of the model as it is now; reads ``rm_ref_log_prob``."""
         batch = data.batch
@@ -557,6 +621,7 @@ class ImplicitRewardWorker(RoleWorker):
         auto_padding=False,
         reuse_fields=True,
     )
+    @measured("update")
     def update_reward_model(self, data: DataProto) -> MetricSet:
         """Learn the ``outcomes`` (B,) of this worker's rows."""
         config = self.config

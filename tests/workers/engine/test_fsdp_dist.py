@@ -29,6 +29,7 @@ from tests.workers.engine.reference import (
     value_loss,
 )
 from verl.errors import CheckpointError, DataError
+from verl.models.shape import model_shape
 from verl.utils.metrics import MetricSet
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.fsdp import FSDPEngine
@@ -103,6 +104,12 @@ def two_ranks(rank: int, model_dir: str, moe_dir: str, work: str) -> None:
 
     # parameters are really sharded, names are those of Transformers, ties survive
     assert engine.local_tensors() is None
+    shape = model_shape(engine.model_config, "lm")
+    held = [torch.tensor(0) for _ in range(2)]
+    dist.all_gather(held, torch.tensor(engine.state_bytes()["parameters"]))
+    assert int(held[0]) == 4 * shape.shard(2)
+    assert int(sum(held)) == 4 * shape.count
+    assert engine.state_bytes()["optimizer"] == 2 * engine.state_bytes()["parameters"]
     embedding = engine.module.model.model.embed_tokens.weight
     assert isinstance(embedding, DTensor)
     assert embedding.to_local().shape[0] < embedding.shape[0]

@@ -129,6 +129,10 @@ GLOSSARY: dict[str, str] = {
     "perf/max_memory_{allocated|reserved}_gb": "Most accelerator memory of any worker, in GiB.",
     "perf/cpu_memory_used_gb": "Most host memory that a worker process uses at the end of its update, in GiB.",
     "perf/cpu_memory_peak_gb": "Most host memory that a worker process has used so far, in GiB.",
+    "perf/memory_{load|generate|log_prob|update|sync}_gb": (
+        "Most memory of any worker process in a phase, in GiB: on an accelerator the peak held by tensors, on a CPU "
+        "the process's size at its end; of all models that ran in the phase, and the last time it ran."
+    ),
     "perf/mfu/{actor|critic}": "Achieved share of the device's peak FLOP/s during the update.",
     # validation
     "val-{core|aux}/<data_source>/<variable>/mean@<N>": "Mean over a prompt's N samples, averaged over prompts.",

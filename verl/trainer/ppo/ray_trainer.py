@@ -35,6 +35,7 @@ from verl.trainer.ppo.saving import RunSaver
 from verl.trainer.ppo.scoring import describe_samples, dump_samples, outcomes, reported
 from verl.trainer.ppo.sources import Source
 from verl.trainer.ppo.validation import Validator
+from verl.utils.device import resolve_device
 from verl.utils.metrics import MetricSet
 from verl.utils.seeding import derive_seed, plain_rng_state, set_plain_rng_state
 from verl.utils.seqlen_balancing import arrange_mini_batches, seqlen_balance_metrics
@@ -42,6 +43,7 @@ from verl.utils.stopping import StopWatch
 from verl.utils.timing import StepTimer
 from verl.utils.tracking import Tracking
 from verl.workers.losses import actor_loss
+from verl.workers.memory import predict, table
 
 __all__ = ["RayPPOTrainer", "apply_kl_penalty", "compute_advantage", "compute_response_mask"]
 
@@ -101,6 +103,7 @@ class RayPPOTrainer:
         self.stopped = False  # before the last step, to be started again
         self.watch = watch or StopWatch()
         self.saver = RunSaver(config.trainer, checkpoints, self._saved_groups(), background=config.saves_in_background)
+        self.memory_reported = not logger.isEnabledFor(logging.INFO)
         self.mismatch = MismatchMonitor(config.algorithm.rollout_correction.report_threshold)
         self.estimator_state = make_state(get_adv_estimator_fn(config.algorithm.adv_estimator), config.algorithm)
 
@@ -152,6 +155,8 @@ class RayPPOTrainer:
                         self.save_checkpoint(metrics)
             metrics.update(self.describe(batch, timer))
             metrics.update(self.saver.drain())
+            if not self.memory_reported:
+                self.report_memory()
             self.tracker.log(metrics, step=self.step)
             self.saver.poll()  # after the record of the step: a run that is resumed from it has that record
         self.saver.finish()
@@ -292,6 +297,15 @@ class RayPPOTrainer:
                 batch, timer.seconds, use_critic=self.critic is not None, n_devices=self.actor_rollout.world_size
             )
         )
+
+    def report_memory(self) -> None:
+        """Log once what the models need of memory: predicted from the configuration, and measured in this step."""
+        self.memory_reported = True
+        reports = self.actor_rollout.memory_report()
+        if self.critic is not None:
+            reports = [ours | theirs for ours, theirs in zip(reports, self.critic.memory_report(), strict=True)]
+        items = predict(self.config, resolve_device(self.config.trainer.device))
+        logger.info("memory:\n%s", table(items, reports))
 
     # ---- saving and resuming -------------------------------------------------------------------------------
 

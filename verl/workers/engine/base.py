@@ -210,3 +210,7 @@ class TrainEngine(ABC):
     @abstractmethod
     def memory(self) -> MemoryStats:
         """What this process uses."""
+
+    @abstractmethod
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes that this rank holds of ``parameters``, of ``gradients`` at the last step, and of ``optimizer``."""

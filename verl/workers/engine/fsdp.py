@@ -98,6 +98,7 @@ class FSDPEngine(TrainEngine):
         self.step = 0  # optimizer steps so far, skipped ones included
         self.lr_step = 0
         self._resident_depth = {"model": 0, "optimizer": 0}
+        self._gradient_bytes = 0
         self._save_group: dist.ProcessGroup | None = None
 
     # ---- construction -------------------------------------------------------------------------------------------
@@ -233,6 +234,7 @@ class FSDPEngine(TrainEngine):
                     self._fsdp.set_is_last_backward(number == last)
                 pieces.append(self._backward(take_rows(rows_of, part, rows), loss, want, temperature, plan.info))
             lr = self.schedule.lr(self.lr_step)
+            self._gradient_bytes = sum(local_part(p.grad).nbytes for p in self._parameters if p.grad is not None)
             norm, finite = clip_grad_norm(self._parameters, float(self.optim_config.clip_grad), self._shard_group)
             if finite:
                 for group in self.optimizer.param_groups:
@@ -400,6 +402,17 @@ class FSDPEngine(TrainEngine):
             max_reserved=stats.max_reserved,
             host_used=stats.cpu_used,
         )
+
+    def state_bytes(self) -> dict[str, int]:
+        self._reshard()
+        states = (
+            [] if self.optimizer is None else [v for state in self.optimizer.state.values() for v in state.values()]
+        )
+        return {
+            "parameters": sum(local_part(p.detach()).nbytes for p in self.module.parameters()),
+            "gradients": self._gradient_bytes,
+            "optimizer": sum(local_part(v).nbytes for v in states if isinstance(v, Tensor) and v.dim() > 0),
+        }
 
 
 def _make_optimizer(config: OptimConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

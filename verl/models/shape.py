@@ -1,0 +1,119 @@
+"""How large a model is, from its ``config.json`` alone: the model is built without memory and counted."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from verl.errors import ConfigError
+from verl.models.loading import load_hf_config, quiet_transformers
+from verl.models.lora import LoraSettings, add_adapters
+
+if TYPE_CHECKING:
+    from verl.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of one model.
+
+    Attributes:
+        parameters: shape of every parameter, tied ones once.
+        trained: of those that training changes: all, or low-rank adapters.
+        layer_parameters: numbers in the largest decoder layer.
+        layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary: of its text model.
+        cache_width: numbers that the key-value cache holds per token and layer.
+    """
+
+    parameters: tuple[tuple[int, ...], ...]
+    trained: tuple[tuple[int, ...], ...]
+    layer_parameters: int
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    cache_width: int
+
+    @property
+    def count(self) -> int:
+        """Number of parameters."""
+        return sum(map(math.prod, self.parameters))
+
+    def shard(self, ranks: int, *, trained: bool = False) -> int:
+        """Numbers that the first of ``ranks`` holds, with each parameter cut along its first dimension.
+
+        Args:
+            ranks: that share the parameters.
+            trained: only of those that training changes.
+        """
+        shapes = self.trained if trained else self.parameters
+        return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) if shape else 1 for shape in shapes)
+
+
+def model_shape(model_config: ModelConfig, head: str) -> ModelShape:
+    """Count a model without loading it.
+
+    Args:
+        model_config: the ``model`` section.
+        head: ``"lm"``, ``"value"`` or ``"classifier"``; the latter two replace the output embedding by one row.
+
+    Raises:
+        ConfigError: there is no such model, or its code cannot build it without weights.
+    """
+    config = load_hf_config(model_config)
+    return shape_of(config, head, lora=LoraSettings.of(model_config), trust_remote_code=model_config.trust_remote_code)
+
+
+def shape_of(
+    config: PreTrainedConfig, head: str, *, lora: LoraSettings | None = None, trust_remote_code: bool = False
+) -> ModelShape:
+    """:func:`model_shape` of a Transformers configuration."""
+    try:
+        with torch.device("meta"), quiet_transformers():
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
+            )
+    except (ValueError, KeyError, NotImplementedError) as error:
+        raise ConfigError(f"model type {config.model_type!r} cannot be built without its weights: {error}") from error
+    if lora is not None:
+        add_adapters(model, replace(lora, adapter_path=None), seed=0)
+    counted = model if head == "lm" else model.base_model
+    shapes = [tuple(parameter.shape) for parameter in counted.parameters()]
+    trained = [tuple(parameter.shape) for parameter in counted.parameters() if parameter.requires_grad]
+    text = config.get_text_config()
+    hidden = int(text.hidden_size)
+    if head != "lm":
+        row: list[tuple[int, ...]] = [(1, hidden), (1,)] if head == "value" else [(1, hidden)]
+        shapes += row
+        trained += row
+    layers = int(text.num_hidden_layers)
+    names = set(model._no_split_modules or ())
+    blocks = [module for module in counted.modules() if type(module).__name__ in names]
+    largest = max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0)
+    heads = int(text.num_attention_heads)
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    head_dim = int(getattr(text, "head_dim", None) or hidden // heads)
+    cache_width = 2 * kv_heads * head_dim
+    if getattr(text, "kv_lora_rank", None):  # latent attention caches compressed vectors
+        cache_width = int(text.kv_lora_rank) + int(text.qk_rope_head_dim)
+    return ModelShape(
+        parameters=tuple(shapes),
+        trained=tuple(trained),
+        layer_parameters=largest,
+        layers=layers,
+        hidden=hidden,
+        intermediate=int(getattr(text, "intermediate_size", None) or 4 * hidden),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocabulary=int(text.vocab_size),
+        cache_width=cache_width,
+    )

@@ -1,0 +1,43 @@
+"""``verl explain memory key=value ...``: what a run would need, from its configuration alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from verl.config import PPOConfig, parse_cli
+from verl.errors import ConfigError
+
+USAGE = """usage: verl explain memory [key=value ...]
+
+memory  bytes per rank, role and phase of a training run; reads the models' config.json and no weights
+
+Keys are those of verl train; trainer.device=cuda predicts for GPUs on a machine without one.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the explanation and return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(USAGE)
+        return 0 if words else 2
+    if words[0] != "memory":
+        sys.stderr.write(f"verl explain: unknown subject {words[0]!r} (known: memory)\n")
+        return 2
+    config = parse_cli(PPOConfig, "ppo_trainer", words[1:])
+    from verl.utils.device import resolve_device
+    from verl.workers.memory import predict, table
+
+    device = config.trainer.device
+    try:
+        kind = device if device in ("cpu", "cuda") else resolve_device(device)
+        sys.stdout.write(table(predict(config, kind)) + "\n")
+    except ConfigError as error:
+        sys.stderr.write(f"ConfigError: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
