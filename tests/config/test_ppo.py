@@ -225,8 +225,23 @@ def test_the_smallest_command_line(ppo):
             f"{ARR}.rollout.val_kwargs.do_sample=True: with temperature=0 nothing is sampled; give a temperature > 0",
         ),
         (
-            [f"{ARR}.rollout.mode=async"],
-            f"{ARR}.rollout.mode='async': rollout servers are not in this version; use 'sync'",
+            [f"{ARR}.rollout.mode=asynch"],
+            f"{ARR}.rollout.mode='asynch': expected one of sync, async; did you mean 'async'?",
+        ),
+        (
+            [f"{ARR}.rollout.mode=async", "trainer.controller=local", "trainer.n_gpus_per_node=1"],
+            "trainer.controller='local': actor_rollout_ref.rollout.mode='async' runs servers as Ray actors; use "
+            "trainer.controller=ray, or mode=sync",
+        ),
+        (
+            [f"{ARR}.rollout.num_replicas=2", f"{ARR}.rollout.server.timeout=5"],
+            f"{ARR}.rollout.num_replicas, server.timeout: for servers, and mode='sync' has none; leave out, or set "
+            "mode=async",
+        ),
+        (
+            [f"{ARR}.rollout.mode=async", f"{ARR}.rollout.checkpoint_engine.backend=disk"],
+            f"{ARR}.rollout.checkpoint_engine.directory=None: backend='disk'; a directory is for backend=disk, which "
+            "needs one",
         ),
         (
             [f"{ARR}.hybrid_engine=False"],

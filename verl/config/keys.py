@@ -225,10 +225,6 @@ UNSUPPORTED: Sequence[Unsupported] = (
         (True, False),
     ),
     Unsupported(
-        f"{_R}.checkpoint_engine.**",
-        "is for handing weights to engines in other processes; here they share the trainer's, so leave it out",
-    ),
-    Unsupported(
         f"{_R}.over_sample_rate",
         "is for asking for more samples than are used, which is not in this version; use 0 or leave it out",
         (0, 0.0),

@@ -315,6 +315,11 @@ class PPOConfig(Config):
                 f"trainer.controller='local': runs one worker, but trainer.nnodes * trainer.n_gpus_per_node = "
                 f"{trainer.nnodes} * {trainer.n_gpus_per_node} = {world}; set both to 1, or use trainer.controller=ray"
             )
+        if trainer.controller == "local" and self.actor_rollout_ref.rollout.mode == "async":
+            yield (
+                "trainer.controller='local': actor_rollout_ref.rollout.mode='async' runs servers as Ray actors; "
+                "use trainer.controller=ray, or mode=sync"
+            )
         parallel = self.actor_rollout_ref.rollout.tensor_model_parallel_size
         if trainer.n_gpus_per_node % parallel:
             yield (

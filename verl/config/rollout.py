@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from verl.config.base import Config, MicroBatch, opt, section, suggestion
@@ -104,6 +104,32 @@ class EngineKwargsConfig(Config):
 
 
 @dataclass
+class RolloutServerConfig(Config):
+    """Rollout engines in processes of their own (``mode: async``)."""
+
+    timeout: float = opt(3600.0, "Longest time that a call of the servers may take, with all its attempts, in s.", gt=0)
+    max_attempts: int = opt(3, "Servers that a request is given to, one after the other, before it fails.", ge=1)
+    retry_delay: float = opt(
+        2.0, "Seconds for which a server that failed is avoided, and the pause when none is up.", ge=0
+    )
+    max_start_wait_time: float = opt(300.0, "Longest wait for a server to start or to be restarted, in seconds.", gt=0)
+    max_restarts: int = opt(3, "How often a server whose process died is restarted.", ge=0)
+
+
+@dataclass
+class CheckpointEngineConfig(Config):
+    """How weights get to rollout engines in other processes."""
+
+    backend: str = opt(
+        "auto",
+        "shared_memory: on each machine, from the training worker in the same place; broadcast: from the first worker "
+        "over a group of all; disk: through a directory; auto = shared_memory.",
+        choices=("auto", "shared_memory", "broadcast", "disk"),
+    )
+    directory: str | None = opt(None, "Directory for backend=disk, which all machines see.")
+
+
+@dataclass
 class RolloutConfig(Config):
     """Generation."""
 
@@ -112,7 +138,21 @@ class RolloutConfig(Config):
         "Rollout engine: 'hf' samples on the policy's own weights, 'vllm' runs vLLM inside the training processes, "
         "'sglang' an SGLang server beside each of them.",
     )
-    mode: str = opt("sync", "'sync': all prompts of a step are generated in one call.")
+    mode: str = opt(
+        "sync",
+        "'sync': the engine lives in the training workers; 'async': in servers of its own beside them, which serve any "
+        "number of callers at the same time.",
+        choices=("sync", "async"),
+    )
+    num_replicas: int | None = opt(
+        None,
+        "Copies of the policy among the servers of mode=async; not given = as many as the workers have room for.",
+        ge=1,
+    )
+    server: RolloutServerConfig = section(RolloutServerConfig, "The servers of mode=async.")
+    checkpoint_engine: CheckpointEngineConfig = section(
+        CheckpointEngineConfig, "How weights get to the servers of mode=async."
+    )
     n: int = opt(1, "Samples per prompt.", ge=1)
     temperature: float = opt(1.0, "Sampling temperature, also applied to the training log-probabilities.", gt=0)
     top_p: float = opt(1.0, "Probability mass to sample from.", gt=0, le=1)
@@ -223,9 +263,7 @@ class RolloutConfig(Config):
                 f"{', '.join(ENGINES)}"
             )
         yield from self._engine_problems()
-        if self.mode != "sync":
-            why = "rollout servers are not in this version" if self.mode == "async" else "there is no such mode"
-            yield f"mode={self.mode!r}: {why}; use 'sync'"
+        yield from self._server_problems()
         for where, top_k in (("top_k", self.top_k), ("val_kwargs.top_k", self.val_kwargs.top_k)):
             if top_k == 0:
                 yield f"{where}=0: must be -1 (all tokens) or a positive number of tokens"
@@ -239,6 +277,21 @@ class RolloutConfig(Config):
             yield (
                 f"max_model_len={self.max_model_len}: smaller than prompt_length + response_length = "
                 f"{self.prompt_length} + {self.response_length} = {need}; raise it or leave it out"
+            )
+
+    def _server_problems(self) -> Iterator[str]:
+        """Keys of servers without servers, and what one needs of another."""
+        weights = self.checkpoint_engine
+        if self.mode == "sync":
+            changed = [key for key, value in (("num_replicas", self.num_replicas),) if value is not None]
+            changed += [f"server.{key}" for key in _changed(self.server)]
+            changed += [f"checkpoint_engine.{key}" for key in _changed(weights)]
+            if changed:
+                yield f"{', '.join(changed)}: for servers, and mode='sync' has none; leave out, or set mode=async"
+        elif (weights.backend == "disk") != (weights.directory is not None):
+            yield (
+                f"checkpoint_engine.directory={weights.directory!r}: backend={weights.backend!r}; a directory is for "
+                "backend=disk, which needs one"
             )
 
     def _engine_problems(self) -> Iterator[str]:
@@ -272,3 +325,8 @@ class RolloutConfig(Config):
         if self.log_prob_use_dynamic_bsz:
             return MicroBatch(None, self.log_prob_max_token_len_per_gpu)
         return MicroBatch(self.log_prob_micro_batch_size_per_gpu, None)
+
+
+def _changed(config: Config) -> list[str]:
+    """Keys of a section that do not have their defaults."""
+    return [item.name for item in fields(config) if getattr(config, item.name) != getattr(type(config)(), item.name)]

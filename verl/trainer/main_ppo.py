@@ -18,7 +18,7 @@ from verl.utils.logging import setup_logging
 from verl.utils.stopping import EXIT_UNFINISHED, StopWatch
 
 if TYPE_CHECKING:
-    from verl.single_controller.base import WorkerGroup
+    from verl.trainer.ppo.placement import Rollout
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.scoring import Scorer
     from verl.trainer.ppo.sources import Source
@@ -114,7 +114,7 @@ class TaskRunner:
         if val_loader is not None:
             validator = Validator(
                 dataloader=val_loader,
-                rollout=groups.actor_rollout,
+                rollout=groups.rollout,
                 scorer=scorer,
                 tokenizer=tokenizer,
                 n=rollout.val_kwargs.n,
@@ -126,10 +126,11 @@ class TaskRunner:
         return RayPPOTrainer(
             config=config,
             actor_rollout=groups.actor_rollout,
+            rollout=groups.rollout,
             ref=groups.ref,
             critic=groups.critic,
             process_reward=groups.process_reward,
-            source=self.build_source(train_loader, groups.actor_rollout, scorer) if train_loader else NoSource(),
+            source=self.build_source(train_loader, groups.rollout, scorer) if train_loader else NoSource(),
             validator=validator,
             tracker=tracker,
             checkpoints=checkpoints,
@@ -154,7 +155,7 @@ class TaskRunner:
 
         return ROW_FIELDS if self.config.actor_rollout_ref.rollout.agent_loop is not None else ()
 
-    def build_source(self, dataloader: Any, rollout: WorkerGroup, scorer: Scorer) -> Source:
+    def build_source(self, dataloader: Any, rollout: Rollout, scorer: Scorer) -> Source:
         """Where training batches come from: generation on request, with the groups filtered where configured."""
         from verl.trainer.ppo.group_filter import GroupFilter
         from verl.trainer.ppo.sources import SyncSource

@@ -33,7 +33,7 @@ from verl.config import (
     OptimConfig,
     RewardModelConfig,
 )
-from verl.errors import ConfigError
+from verl.errors import ConfigError, WeightSyncError
 from verl.models.loading import import_external_lib
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
@@ -50,7 +50,9 @@ from verl.workers.losses import actor_loss, critic_loss, implicit_reward_model_l
 from verl.workers.memory import METER
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.batch import batch_from_completions, requests_from_batch
-from verl.workers.sharding_manager import make_sharding_manager
+from verl.workers.sharding_manager import SendReport, WeightSender, make_sharding_manager
+from verl.workers.sharding_manager.link import WeightLink
+from verl.workers.sharding_manager.transport import ALIGNMENT
 
 logger = logging.getLogger(__name__)
 
@@ -237,6 +239,9 @@ class ActorRolloutRefWorker(RoleWorker):
         self.actor: TrainEngine | None = None
         self.ref: TrainEngine | None = None
         self.cache_bytes = 0  # of the rollout's keys and values when the last generation ended
+        self.updates_handed_over = 0
+        self._sender: WeightSender | None = None
+        self._sender_link: str | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @measured("load")
@@ -268,7 +273,6 @@ class ActorRolloutRefWorker(RoleWorker):
                 bucket_bytes=config.rollout.update_weights_bucket_megabytes << 20,
                 on_unchanged=config.rollout.on_unchanged_weights,
             )
-            self.updates_handed_over = 0
             # ranks that share sequences in training generate rows of their own
             self._register_dispatch_collect_info("rollout", dp_rank=self.actor.layout.rank, is_collect=True)
         if "ref" in self.parts:
@@ -385,6 +389,44 @@ class ActorRolloutRefWorker(RoleWorker):
             report["rollout kv cache"] = self.cache_bytes
             report["rollout rollout weights"] = self.rollout.memory().owned_weights
         return report
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @measured("sync_weights")
+    def send_weights(self, version: int, links: dict[int, WeightLink], again: bool = False) -> SendReport:
+        """Send the actor's weights to rollout servers as policy ``version``. Collective.
+
+        Args:
+            version: policy version.
+            links: sending rank -> where its receivers are.
+            again: other servers have had this version already.
+
+        Raises:
+            WeightSyncError: a receiver is gone or failed, or the weights are not those of ``version`` any more.
+        """
+        assert self.actor is not None
+        stepped = self.updates > self.updates_handed_over
+        if again and stepped:
+            raise WeightSyncError(
+                f"the actor was updated since version {version}: a server that was restarted waits for the next one"
+            )
+        self.updates_handed_over = self.updates
+        with self.actor.resident(optimizer=False):
+            sender = self._sender_for(links.get(self.rank))
+            return sender.send(version, stepped=stepped)
+
+    def _sender_for(self, link: WeightLink | None) -> WeightSender:
+        assert self.actor is not None
+        if self._sender is None:
+            self._sender = WeightSender(self.actor, None, on_unchanged=self.config.rollout.on_unchanged_weights)
+            # buffers need not be larger than the model; every rank has to draw the tensors to know
+            self._weight_bytes = sum(tensor.nbytes + ALIGNMENT for _, tensor in self.actor.named_tensors())
+        name = None if link is None else link.name
+        if name != self._sender_link:
+            if self._sender.transport is not None:
+                self._sender.transport.close()
+            self._sender.transport = None if link is None else link.sender(most_bytes=self._weight_bytes)
+            self._sender_link = name
+        return self._sender
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:

@@ -5,20 +5,35 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
-from verl.config import OptimConfig, PPOConfig
+from verl.config import OptimConfig, PPOConfig, RolloutConfig
+from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs, WorkerGroup
 from verl.utils.device import cpu_count
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
+class Rollout(Protocol):
+    """What samples from the policy: a worker group, or a :class:`~verl.trainer.ppo.servers.ServerRollout`."""
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto: ...
+
+    def sync_weights(self, version: int) -> Any: ...
+
+    def shutdown(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class WorkerGroups:
-    """The worker groups of a run; an absent role is None. All roles live in the same processes."""
+    """The worker groups of a run; an absent role is None. All roles live in the same processes.
+
+    ``rollout`` is what samples: the actor's workers, or servers beside them.
+    """
 
     actor_rollout: WorkerGroup
+    rollout: Rollout
     ref: WorkerGroup | None
     critic: WorkerGroup | None
     reward_model: WorkerGroup | None
@@ -26,6 +41,8 @@ class WorkerGroups:
 
     def shutdown(self) -> None:
         """End the processes."""
+        if self.rollout is not self.actor_rollout:
+            self.rollout.shutdown()
         self.actor_rollout.shutdown()
 
 
@@ -66,10 +83,12 @@ def role_classes(config: PPOConfig, device: str, total_steps: int, wrap: Any) ->
     actor_steps = max(1, total_steps - config.trainer.critic_warmup)
     actor = replace(section.actor, optim=_with_horizon(section.actor.optim, actor_steps))
     trains = not config.trainer.val_only
-    role = "actor_rollout_ref" if config.use_reference_policy and trains else "actor_rollout"
+    served = section.rollout.mode == "async"
+    parts = ["actor"] if served else ["actor", "rollout"]
+    role = "_".join([*parts, "ref"] if config.use_reference_policy and trains else parts)
     worker: type = ActorRolloutRefWorker
     extra: dict[str, Any] = {}
-    if section.rollout.agent_loop is not None:
+    if section.rollout.agent_loop is not None and not served:
         worker = with_agent_loops(worker)
         extra["template_kwargs"] = config.data.apply_chat_template_kwargs
     policy = {"config": replace(section, actor=actor), "role": role, **extra}
@@ -98,17 +117,26 @@ def build_worker_groups(config: PPOConfig, device: str, total_steps: int) -> Wor
         device: ``"cpu"`` or ``"cuda"``.
         total_steps: steps of the run, the horizon of the learning-rate schedules.
     """
+    pool = None
     if config.trainer.controller == "local":
         groups = _local_groups(config, device, total_steps)
     else:
-        groups = _ray_groups(config, device, total_steps)
+        groups, pool = _ray_groups(config, device, total_steps)
     # memory of the last model built is what rollout may use: the actor comes last
     for name in ("critic", "reward_model", "process_reward", "actor_rollout"):
         if name in groups:
             groups[name].init_model()
     actor_rollout = groups["actor_rollout"]
+    rollout: Any = actor_rollout
+    if config.actor_rollout_ref.rollout.mode == "async":
+        try:
+            rollout = _servers(config, device, actor_rollout, pool)
+        except BaseException:
+            actor_rollout.shutdown()
+            raise
     return WorkerGroups(
         actor_rollout=actor_rollout,
+        rollout=rollout,
         ref=actor_rollout if config.use_reference_policy and not config.trainer.val_only else None,
         critic=groups.get("critic"),
         reward_model=groups.get("reward_model"),
@@ -125,7 +153,7 @@ def _local_groups(config: PPOConfig, device: str, total_steps: int) -> Mapping[s
     return {name: LocalWorkerGroup(cls, role=name) for name, cls in classes.items()}
 
 
-def _ray_groups(config: PPOConfig, device: str, total_steps: int) -> Mapping[str, WorkerGroup]:
+def _ray_groups(config: PPOConfig, device: str, total_steps: int) -> tuple[Mapping[str, WorkerGroup], Any]:
     import ray
 
     from verl.single_controller.ray import (
@@ -139,17 +167,74 @@ def _ray_groups(config: PPOConfig, device: str, total_steps: int) -> Mapping[str
         return RayClassWithInitArgs(ray.remote(cls), **kwargs)
 
     classes = role_classes(config, device, total_steps, wrap)
+    rollout, workers = config.actor_rollout_ref.rollout, config.trainer.world_size
+    servers = processes_per_slot(rollout, workers) if rollout.mode == "async" else 0
     pool = RayResourcePool(
         process_on_nodes=[config.trainer.n_gpus_per_node] * config.trainer.nnodes,
         use_gpu=device == "cuda",
-        max_colocate_count=1,
+        max_colocate_count=1 + servers,
     )
     together = RayWorkerGroup(
         resource_pool=pool,
         ray_cls_with_init=create_colocated_worker_cls(classes),
         worker_env=worker_env(config, device),
     )
-    return together.spawn(prefix_set=classes.keys())
+    return together.spawn(prefix_set=classes.keys()), pool
+
+
+def _servers(config: PPOConfig, device: str, trainers: WorkerGroup, pool: Any) -> Rollout:
+    """Rollout servers in the places of the training workers."""
+    import ray
+
+    from verl.trainer.ppo.servers import ServerRollout
+    from verl.workers.rollout.group import ReplicaGroup
+    from verl.workers.rollout.server import ServerSpec
+
+    section, workers = config.actor_rollout_ref, config.trainer.world_size
+    rollout, limits = section.rollout, section.rollout.server
+    ranks, replicas = rollout.tensor_model_parallel_size, replica_count(rollout, workers)
+    # servers on one device share its memory; on CPUs that is the machine's
+    sharers = processes_per_slot(rollout, workers) if device == "cuda" else -(-replicas // config.trainer.nnodes)
+    places = slots_of_replicas(replicas, ranks, workers)
+    slots = pool.slots()
+    group = ReplicaGroup(
+        ServerSpec(section.model, shared_config(rollout, sharers), device, quiet_timeout_s=limits.timeout),
+        [[slots[slot] for slot in place] for place in places],
+        resources=pool.actor_resources(),
+        environment=worker_env(config, device),
+        max_restarts=limits.max_restarts,
+        start_timeout_s=limits.max_start_wait_time,
+    )
+    return ServerRollout(
+        group,
+        places,
+        trainers,
+        rollout,
+        seed=config.trainer.seed,
+        host=ray.util.get_node_ip_address(),
+        device=device,
+        timeout_s=section.nccl_timeout,
+    )
+
+
+def shared_config(rollout: RolloutConfig, servers: int) -> RolloutConfig:
+    """The section for one of several servers that share a device's memory."""
+    return replace(rollout, gpu_memory_utilization=rollout.gpu_memory_utilization / servers)
+
+
+def processes_per_slot(rollout: RolloutConfig, workers: int) -> int:
+    """How many server processes share a training worker's place."""
+    return -(-replica_count(rollout, workers) * rollout.tensor_model_parallel_size // workers)
+
+
+def replica_count(rollout: RolloutConfig, workers: int) -> int:
+    """``rollout.num_replicas``, by default as many as there are places for."""
+    return rollout.num_replicas or max(1, workers // rollout.tensor_model_parallel_size)
+
+
+def slots_of_replicas(replicas: int, ranks: int, workers: int) -> list[list[int]]:
+    """For each replica the training ranks in whose places its processes run; neighbours share the weights."""
+    return [[(replica * ranks + rank) % workers for rank in range(ranks)] for replica in range(replicas)]
 
 
 def _with_horizon(optim: OptimConfig, total_steps: int) -> OptimConfig:

@@ -31,6 +31,7 @@ from verl.trainer.ppo.checks import check_algorithm
 from verl.trainer.ppo.fields import stage_batch
 from verl.trainer.ppo.metrics import compute_step_metrics
 from verl.trainer.ppo.mismatch import MismatchMonitor
+from verl.trainer.ppo.placement import Rollout
 from verl.trainer.ppo.saving import RunSaver
 from verl.trainer.ppo.scoring import describe_samples, dump_samples, outcomes, reported
 from verl.trainer.ppo.sources import Source
@@ -55,7 +56,8 @@ class RayPPOTrainer:
 
     Args:
         config: the sealed configuration.
-        actor_rollout: worker group that trains the policy and samples from it.
+        actor_rollout: worker group that trains the policy.
+        rollout: what samples from it and is given its weights.
         source: gives batches of prompts with scored responses.
         tracker: takes the metrics of every step.
         checkpoints: keeps the directories of saved steps.
@@ -74,6 +76,7 @@ class RayPPOTrainer:
         *,
         config: PPOConfig,
         actor_rollout: WorkerGroup,
+        rollout: Rollout,
         source: Source,
         tracker: Tracking,
         checkpoints: CheckpointManager,
@@ -88,6 +91,7 @@ class RayPPOTrainer:
     ) -> None:
         self.config = config
         self.actor_rollout = actor_rollout
+        self.rollout = rollout
         self.source = source
         self.tracker = tracker
         self.tokenizer = tokenizer
@@ -180,7 +184,7 @@ class RayPPOTrainer:
 
     def sync_weights(self) -> dict[str, float]:
         """Hand the actor's weights to the rollout; the version is the step that made them."""
-        return _first(self.actor_rollout.sync_weights(version=self.step))
+        return _first(self.rollout.sync_weights(version=self.step))
 
     def dump_samples(self, batch: DataProto) -> None:
         """Write the batch's samples where ``trainer.rollout_data_dir`` says."""

@@ -16,7 +16,7 @@ import torch
 from verl.agent_loop.batch import expand_extra
 from verl.errors import DataError
 from verl.protocol import DataProto
-from verl.single_controller.base import WorkerGroup
+from verl.trainer.ppo.placement import Rollout
 from verl.utils.timing import StepTimer
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def with_samples(prompts: DataProto, n: int, uid_prefix: str) -> DataProto:
 
 
 def generate(
-    rollout: WorkerGroup, batch: DataProto, *, step: int, validate: bool, row_fields: Sequence[str] = ()
+    rollout: Rollout, batch: DataProto, *, step: int, validate: bool, row_fields: Sequence[str] = ()
 ) -> DataProto:
     """Let the rollout workers answer every row and join the answers to the rows.
 
@@ -87,7 +87,7 @@ class SyncSource:
 
     Args:
         dataloader: yields dicts of prompts and remembers its position.
-        rollout: worker group with ``generate_sequences``.
+        rollout: has ``generate_sequences``.
         n: samples per prompt.
         score: scores a batch in place.
         greedy_baselines: answer every prompt once more with the most probable tokens, in the same generation phase, and
@@ -98,7 +98,7 @@ class SyncSource:
     def __init__(
         self,
         dataloader: Any,
-        rollout: WorkerGroup,
+        rollout: Rollout,
         n: int,
         score: Score,
         *,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl.protocol import DataProto
-from verl.single_controller.base import WorkerGroup
+from verl.trainer.ppo.placement import Rollout
 from verl.trainer.ppo.scoring import Sample, Scorer, describe_samples, dump_samples
 from verl.trainer.ppo.sources import generate, with_samples
 from verl.trainer.ppo.validation_metrics import ValidationRecord
@@ -24,7 +24,7 @@ class Validator:
 
     Args:
         dataloader: yields dicts of prompts; every pass gives the same rows in the same order.
-        rollout: worker group with ``generate_sequences``.
+        rollout: has ``generate_sequences``.
         scorer: judges responses.
         tokenizer: decodes prompts and responses for people.
         n: samples per prompt.
@@ -38,7 +38,7 @@ class Validator:
         self,
         *,
         dataloader: Any,
-        rollout: WorkerGroup,
+        rollout: Rollout,
         scorer: Scorer,
         tokenizer: Any,
         n: int,

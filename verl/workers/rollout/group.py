@@ -80,7 +80,7 @@ class ReplicaGroup:
         env_vars = {**envs.set_in_environment(), **(environment or {})}
         if env_vars:
             options["runtime_env"] = {"env_vars": env_vars}
-        self._actor = ray.remote(RolloutServer).options(**options)
+        self._options = options
         self.replicas: list[Replica] = []
         try:
             for index, slots in enumerate(places):
@@ -154,10 +154,12 @@ class ReplicaGroup:
 
     def _spawn(self, index: int, rank: int, slot: Slot | None) -> Any:
         name = f"rollout server {index}" + (f" rank {rank}" if rank else "")
-        if slot is None:
-            return self._actor.remote(self.spec, name)
-        place = PlacementGroupSchedulingStrategy(slot.group, placement_group_bundle_index=slot.bundle)
-        return self._actor.options(scheduling_strategy=place).remote(self.spec, name)
+        options = dict(self._options)
+        if slot is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                slot.group, placement_group_bundle_index=slot.bundle
+            )
+        return ray.remote(RolloutServer).options(**options).remote(self.spec, name)
 
     def _set_up(self, replicas: Sequence[Replica], deadline: float) -> None:
         """Make the engines; those of one replica meet each other."""

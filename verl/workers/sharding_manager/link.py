@@ -34,6 +34,7 @@ class WeightLink:
         host, port: of the ``TCPStore`` where they meet.
         bucket_bytes: size of a piece.
         directory: of ``"disk"``.
+        device: where the buffers of ``"shared_memory"`` are: on ``"cuda"`` the sender and its receivers share a GPU.
         timeout_s: longest wait of one side for the other.
     """
 
@@ -44,6 +45,7 @@ class WeightLink:
     port: int
     bucket_bytes: int = 512 << 20
     directory: str | None = None
+    device: str = "cpu"
     timeout_s: float = 600.0
 
     def sender(self, *, most_bytes: int | None = None) -> Transport:
@@ -75,6 +77,7 @@ class WeightLink:
                 receivers=self.receivers,
                 receiver=receiver,
                 bucket_bytes=bucket_bytes,
+                device=self.device,
                 timeout_s=self.timeout_s,
             )
         rank = 0 if receiver is None else receiver + 1

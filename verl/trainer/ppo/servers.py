@@ -1,0 +1,199 @@
+"""Generation by rollout servers (``rollout.mode=async``), with the surface of a worker group that samples."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch.distributed as dist
+
+from verl.config import RolloutConfig
+from verl.protocol import DataProto
+from verl.single_controller.base import WorkerGroup
+from verl.utils.fs import ensure_writable_dir
+from verl.workers.rollout.base import run_blocking
+from verl.workers.rollout.batch import batch_from_completions, requests_from_batch
+from verl.workers.rollout.client import RolloutClient
+from verl.workers.rollout.group import Replica, ReplicaGroup, wait_for
+from verl.workers.sharding_manager import SyncReport
+from verl.workers.sharding_manager.link import LinkKind, WeightLink
+
+logger = logging.getLogger(__name__)
+
+#: time beyond a transport's own limit in which its error should have come
+_GRACE_S = 30.0
+_PURPOSE = "directory for weights (rollout.checkpoint_engine.directory)"
+
+
+class ServerRollout:
+    """Answers batches with rollout servers and keeps their weights up to date.
+
+    Args:
+        group: the servers.
+        slots: for each replica the ranks of ``trainers`` that share a place with its processes.
+        trainers: worker group with ``send_weights``.
+        config: the ``rollout`` section.
+        seed: seed of the run.
+        host: address under which the servers reach this process.
+        device: ``"cpu"`` or ``"cuda"``.
+        timeout_s: longest wait of one side of a hand-over for the other.
+    """
+
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        slots: Sequence[Sequence[int]],
+        trainers: WorkerGroup,
+        config: RolloutConfig,
+        *,
+        seed: int,
+        host: str,
+        device: str,
+        timeout_s: float,
+    ) -> None:
+        self.group = group
+        self.slots = slots
+        self.trainers = trainers
+        self.config = config
+        self.seed = seed
+        self.host = host
+        self.device = device
+        self.timeout_s = timeout_s
+        server = config.server
+        #: asks the servers; may be sent to other Ray actors
+        self.client: RolloutClient = group.client(
+            timeout_s=server.timeout, max_attempts=server.max_attempts, retry_delay_s=server.retry_delay
+        )
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._names = itertools.count()
+        self._links: dict[int, tuple[WeightLink, list[object]]] | None = None
+        self._directory: str | None = None
+        self._version: int | None = None
+        self._users = 0
+
+    # -- what a worker group that samples offers
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Sample one response per row; see :meth:`ActorRolloutRefWorker.generate_sequences`."""
+        meta, config = prompts.meta_info, self.config
+        requests = requests_from_batch(
+            prompts, config, seed=self.seed, step=meta["step"], validate=meta.get("validate", False)
+        )
+        with self.serving():
+            completions = run_blocking(self.client.generate_many(requests))
+        pad = self.group.live[0].infos[0].pad_token_id
+        return batch_from_completions(prompts, completions, config.response_length, pad)
+
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Hand the actor's weights to all servers as policy ``version``; returns the transfer's metrics.
+
+        Raises:
+            WeightSyncError, WorkerError, RolloutError: one side failed or died, or waited for too long.
+        """
+        self.group.repair()  # those that come back get the new weights with the others
+        reports = self._hand_over(self.group.live, version, again=False)
+        self._version = version
+        slowest = max(reports, key=lambda report: report.seconds)
+        return slowest.metrics()
+
+    # -- for callers of the client
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[RolloutClient]:
+        """Servers are alive, awake and have the current weights within the context; then they give memory back."""
+        if not self._users:
+            self._revive()
+            if self.config.free_cache_engine:
+                self.group.call("wake")
+        self._users += 1
+        try:
+            yield self.client
+        finally:
+            self._users -= 1
+            if not self._users and self.config.free_cache_engine:
+                self.group.call("sleep")
+
+    def shutdown(self) -> None:
+        """End the servers."""
+        self.group.shutdown()
+        self._remove_directory()
+
+    def _remove_directory(self) -> None:
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    # -- weights
+
+    def _revive(self) -> None:
+        """Bring dead servers back with the current weights."""
+        fresh = self.group.repair()
+        if fresh and self._version is not None:
+            self._hand_over(fresh, self._version, again=True)
+
+    def _hand_over(self, replicas: Sequence[Replica], version: int, *, again: bool) -> list[SyncReport]:
+        """Let the actor's workers send and the servers of ``replicas`` receive.
+
+        Args:
+            replicas: that receive.
+            version: policy version.
+            again: others have had this version already.
+        """
+        if again or self._links is None or _receivers(self._links) != _servers(replicas):
+            self._links = self._connect(replicas)
+        links, self._links = self._links, None  # how far they got is unknown when this fails
+        calls: dict[object, str] = {}
+        for link, servers in links.values():
+            for number, server in enumerate(servers):
+                calls[server.receive_weights.remote(link, number)] = f"update of a rollout server to version {version}"  # type: ignore[attr-defined]
+        send = self.trainers.send_weights.options(blocking=False)
+        sends = send(version=version, links={rank: link for rank, (link, _) in links.items()}, again=again)
+        calls |= dict.fromkeys(sends, "sending the weights")
+        values = wait_for(calls, self.timeout_s + _GRACE_S)
+        if not again:
+            self._links = links
+        return values[: len(calls) - len(sends)]
+
+    def _connect(self, replicas: Sequence[Replica]) -> dict[int, tuple[WeightLink, list[object]]]:
+        """Sending rank -> its link and the servers at the other end, in their order."""
+        wanted = self.config.checkpoint_engine.backend
+        kind: LinkKind = "shared_memory" if wanted == "auto" else wanted  # type: ignore[assignment]
+        ends: dict[int, list[object]] = {}
+        for replica in replicas:
+            for slot, server in zip(self.slots[replica.index], replica.servers, strict=True):
+                ends.setdefault(slot if kind == "shared_memory" else 0, []).append(server)
+        number = next(self._names)
+        self._remove_directory()
+        root = self.config.checkpoint_engine.directory
+        if kind == "disk":
+            # its own: a server that is new would take whatever version it finds
+            self._directory = tempfile.mkdtemp(prefix="weights-", dir=ensure_writable_dir(str(root), purpose=_PURPOSE))
+        return {
+            rank: (
+                WeightLink(
+                    kind,
+                    f"weights-{number}-{rank}",
+                    len(servers),
+                    self.host,
+                    self._store.port,
+                    bucket_bytes=self.config.update_weights_bucket_megabytes << 20,
+                    directory=self._directory,
+                    device=self.device if kind == "shared_memory" else "cpu",
+                    timeout_s=self.timeout_s,
+                ),
+                servers,
+            )
+            for rank, servers in ends.items()
+        }
+
+
+def _receivers(links: Mapping[int, tuple[WeightLink, list[object]]]) -> set[object]:
+    return {server for _, servers in links.values() for server in servers}
+
+
+def _servers(replicas: Sequence[Replica]) -> set[object]:
+    return {server for replica in replicas for server in replica.servers}
