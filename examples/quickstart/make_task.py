@@ -85,8 +85,16 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=3840, help="training prompts")
     parser.add_argument("--val", type=int, default=200, help="validation prompts")
     parser.add_argument("--good-fraction", type=float, default=0.65, help="part of the demonstrations that is right")
+    parser.add_argument("--heads", type=int, default=4, help="attention heads of the model, of 96 values in all")
+    parser.add_argument("--kv-heads", type=int, default=2, help="heads of keys and values")
     arguments = parser.parse_args()
-    parameters = save_tiny_model(arguments.output / "model", seed=arguments.seed, initializer_range=0.1)
+    parameters = save_tiny_model(
+        arguments.output / "model",
+        seed=arguments.seed,
+        initializer_range=0.1,
+        heads=arguments.heads,
+        kv_heads=arguments.kv_heads,
+    )
     sets = make_data(
         arguments.output / "data",
         seed=arguments.seed,

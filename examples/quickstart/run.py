@@ -68,6 +68,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=1, help="worker processes (on GPUs: number of GPUs)")
     parser.add_argument("--output", type=Path, default=None, help="default: outputs/quickstart[-ppo]")
+    parser.add_argument("--heads", type=int, default=4, help="attention heads of the model; 3 for vLLM on CPUs")
+    parser.add_argument("--kv-heads", type=int, default=2, help="heads of keys and values; 1 for vLLM on CPUs")
     parser.add_argument("overrides", nargs="*", help="more key=value pairs for the RL command")
     arguments = parser.parse_args()
     output = arguments.output or Path("outputs") / ("quickstart" if arguments.algorithm == "grpo" else "quickstart-ppo")
@@ -75,7 +77,8 @@ def main() -> None:
     started = time.perf_counter()
     seed = arguments.seed
 
-    run([str(HERE / "make_task.py"), "--output", str(output), "--seed", str(seed)], output / "make_task.log")
+    model = ["--heads", str(arguments.heads), "--kv-heads", str(arguments.kv_heads)]
+    run([str(HERE / "make_task.py"), "--output", str(output), "--seed", str(seed), *model], output / "make_task.log")
     run(sft_command(output, seed), output / "sft.log")
     metrics_file = output / "metrics.jsonl"
     metrics_file.unlink(missing_ok=True)

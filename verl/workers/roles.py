@@ -391,7 +391,7 @@ class ActorRolloutRefWorker(RoleWorker):
         return report
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @measured("sync_weights")
+    @measured("sync")
     def send_weights(self, version: int, links: dict[int, WeightLink], again: bool = False) -> SendReport:
         """Send the actor's weights to rollout servers as policy ``version``. Collective.
 

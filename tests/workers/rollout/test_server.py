@@ -62,7 +62,7 @@ def request(name: str = "r", sampling: SamplingParams = LONG) -> GenerationReque
 
 def test_concurrent_calls_share_the_engines_steps(with_server: Callable[..., Any]) -> None:
     async def use(server: RolloutServer) -> None:
-        calls = [asyncio.create_task(server.complete([request(f"r{n}")])) for n in range(8)]
+        calls = [asyncio.create_task(server.generate_many([request(f"r{n}")])) for n in range(8)]
         await asyncio.sleep(0.01)
         health = await server.health()
         assert (health.state, health.in_flight) == ("ready", 8)
@@ -80,7 +80,7 @@ def test_concurrent_calls_share_the_engines_steps(with_server: Callable[..., Any
 def test_busy_and_idle_time_add_up_to_the_clock(with_server: Callable[..., Any]) -> None:
     async def use(server: RolloutServer) -> tuple[float, float]:
         before = await server.health()
-        await server.complete([request()])
+        await server.generate_many([request()])
         await asyncio.sleep(0.2)
         after = await server.health()
         return after.idle_s - before.idle_s, after.busy_s - before.busy_s
@@ -92,11 +92,11 @@ def test_busy_and_idle_time_add_up_to_the_clock(with_server: Callable[..., Any])
 
 def test_a_paused_server_ends_its_work_and_lets_new_requests_wait(with_server: Callable[..., Any]) -> None:
     async def use(server: RolloutServer) -> None:
-        running = asyncio.create_task(server.complete([request("first")]))
+        running = asyncio.create_task(server.generate_many([request("first")]))
         await asyncio.sleep(0.01)
         await server.pause("wait")
         assert len((await running)[0].token_ids) == 90
-        waiting = asyncio.create_task(server.complete([request("second")]))
+        waiting = asyncio.create_task(server.generate_many([request("second")]))
         await asyncio.sleep(0.05)
         health = await server.health()
         assert (health.state, health.in_flight, health.waiting) == ("paused", 0, 1)
@@ -108,8 +108,8 @@ def test_a_paused_server_ends_its_work_and_lets_new_requests_wait(with_server: C
 
 def test_a_pause_can_stop_requests_in_the_middle(with_server: Callable[..., Any]) -> None:
     async def use(server: RolloutServer) -> None:
-        (expected,) = await server.complete([request()])
-        running = asyncio.create_task(server.complete([request()]))
+        (expected,) = await server.generate_many([request()])
+        running = asyncio.create_task(server.generate_many([request()]))
         await asyncio.sleep(0.01)
         await server.pause()
         assert server.engine.runner.running == 0  # type: ignore[union-attr]
@@ -125,7 +125,7 @@ def test_a_pause_can_stop_requests_in_the_middle(with_server: Callable[..., Any]
 
 def test_a_pause_can_cut_requests_short(with_server: Callable[..., Any]) -> None:
     async def use(server: RolloutServer) -> Completion:
-        running = asyncio.create_task(server.complete([request()]))
+        running = asyncio.create_task(server.generate_many([request()]))
         await asyncio.sleep(0.01)
         await server.pause("abort")
         return (await running)[0]
@@ -139,14 +139,14 @@ def test_requests_do_not_wait_for_ever_at_a_paused_server(with_server: Callable[
     async def use(server: RolloutServer) -> None:
         await server.pause()
         with pytest.raises(ReplicaError, match=r"server 0 was closed \(pause\) for 0.1 s"):
-            await server.complete([request()])
+            await server.generate_many([request()])
 
     with_server(use, quiet_timeout_s=0.1)
 
 
 def test_a_pause_gives_up_on_requests_that_do_not_end(with_server: Callable[..., Any]) -> None:
     async def use(server: RolloutServer) -> None:
-        running = asyncio.create_task(server.complete([request()]))
+        running = asyncio.create_task(server.generate_many([request()]))
         await asyncio.sleep(0)
         with pytest.raises(RolloutError, match="1 requests were still in flight"):
             await server.pause("wait")
@@ -162,11 +162,11 @@ def test_new_weights_wait_for_what_is_in_flight_and_hold_back_what_comes(
     other = make_model(served_everywhere(), seed=5, spread=2.0)
 
     async def use(server: RolloutServer) -> list[int]:
-        before = asyncio.create_task(server.complete([request("before")]))
+        before = asyncio.create_task(server.generate_many([request("before")]))
         await asyncio.sleep(0.01)
         update = asyncio.create_task(server.receive_weights(Here("second", other, 2), 0))
         await asyncio.sleep(0)
-        after = asyncio.create_task(server.complete([request("after")]))
+        after = asyncio.create_task(server.generate_many([request("after")]))
         report = await update
         assert report.version == 2
         return [(await call)[0].policy_version for call in (before, after)]
@@ -178,7 +178,7 @@ def test_new_weights_can_interrupt_what_is_in_flight(with_server: Callable[..., 
     other = make_model(served_everywhere(), seed=5, spread=2.0)
 
     async def use(server: RolloutServer) -> Completion:
-        running = asyncio.create_task(server.complete([request()]))
+        running = asyncio.create_task(server.generate_many([request()]))
         await asyncio.sleep(0.01)
         await server.receive_weights(Here("second", other, 2), 0, interrupt=True)
         assert not running.done()
@@ -191,7 +191,7 @@ def test_new_weights_can_interrupt_what_is_in_flight(with_server: Callable[..., 
 
 def test_a_failed_update_that_interrupted_is_not_the_requests_fault(with_server: Callable[..., Any]) -> None:
     async def use(server: RolloutServer) -> None:
-        running = asyncio.create_task(server.complete([request()]))
+        running = asyncio.create_task(server.generate_many([request()]))
         await asyncio.sleep(0.01)
         with pytest.raises(WeightSyncError):
             await server.receive_weights(Here("nothing", None, 2), 0, interrupt=True)
@@ -207,9 +207,9 @@ def test_a_failed_update_leaves_a_server_that_refuses(with_server: Callable[...,
             await server.receive_weights(Here("nothing", None, 2), 0)
         assert (await server.health()).state == "no weights"
         with pytest.raises(ReplicaError, match="has no weights"):
-            await server.complete([request()])
+            await server.generate_many([request()])
         await server.receive_weights(Here("again", model, 3), 0)
-        assert (await server.complete([request()]))[0].policy_version == 3
+        assert (await server.generate_many([request()]))[0].policy_version == 3
 
     with_server(use)
 
@@ -218,7 +218,7 @@ def test_a_new_server_says_so_and_refuses(with_server: Callable[..., Any]) -> No
     async def use(server: RolloutServer) -> None:
         assert (await server.health()).state == "no weights"
         with pytest.raises(ReplicaError, match="has no weights"):
-            await server.complete([request()])
+            await server.generate_many([request()])
 
     with_server(use, weights=False)
     fresh = RolloutServer(None, "server 0")  # type: ignore[arg-type]
@@ -231,23 +231,23 @@ def test_asleep_it_refuses_and_awake_it_answers_as_before(with_server: Callable[
     prompts = random_prompts([6])
 
     async def use(server: RolloutServer) -> None:
-        first = await server.complete([GenerationRequest(prompts[0], LONG, "r")])
+        first = await server.generate_many([GenerationRequest(prompts[0], LONG, "r")])
         await server.sleep()
         health = await server.health()
         assert (health.state, health.memory.kv_cache) == ("asleep", 0)
         with pytest.raises(RolloutError, match="asleep"):
-            await server.complete([request()])
+            await server.generate_many([request()])
         await server.wake(["weights"])
         assert (await server.health()).state == "asleep"
         await server.wake()
-        assert await server.complete([GenerationRequest(prompts[0], LONG, "r")]) == first
+        assert await server.generate_many([GenerationRequest(prompts[0], LONG, "r")]) == first
 
     with_server(use)
 
 
 def test_an_abandoned_call_is_taken_out(with_server: Callable[..., Any]) -> None:
     async def use(server: RolloutServer) -> None:
-        call = asyncio.create_task(server.complete([request()]))
+        call = asyncio.create_task(server.generate_many([request()]))
         await asyncio.sleep(0.01)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -198,7 +198,13 @@ def _servers(config: PPOConfig, device: str, trainers: WorkerGroup, pool: Any) -
     places = slots_of_replicas(replicas, ranks, workers)
     slots = pool.slots()
     group = ReplicaGroup(
-        ServerSpec(section.model, shared_config(rollout, sharers), device, quiet_timeout_s=limits.timeout),
+        ServerSpec(
+            section.model,
+            shared_config(rollout, sharers),
+            device,
+            quiet_timeout_s=limits.timeout,
+            http_host=limits.host if limits.openai_api else None,
+        ),
         [[slots[slot] for slot in place] for place in places],
         resources=pool.actor_resources(),
         environment=worker_env(config, device),

@@ -168,7 +168,7 @@ class RolloutClient:
     async def _ask(self, index: int, packed: PackedRequests, deadline: float) -> list[Completion]:
         count = len(packed.request_ids)
         self._in_flight[index] += count
-        call = self.replicas[index].generate.remote(packed)
+        call = self.replicas[index].generate_packed.remote(packed)
         try:
             answer = await _value(call, deadline - time.monotonic())
         except TimeoutError:

@@ -178,6 +178,8 @@ class ReplicaGroup:
         infos = iter(wait_for(starts, deadline - time.monotonic()))
         for replica in replicas:
             replica.infos = [next(infos) for _ in replica.servers]
+            if url := replica.infos[0].url:
+                logger.info("rollout replica %d: OpenAI-compatible endpoint at %s", replica.index, url)
 
     # -- watching
 

@@ -51,22 +51,25 @@ class ServerSpec:
         device: ``"cpu"`` or ``"cuda"``.
         quiet_timeout_s: longest wait for the requests in flight before an update, and of a request before a server
             that is paused.
+        http_host: address on which an OpenAI-compatible endpoint listens; None: there is none.
     """
 
     model: ModelConfig
     rollout: RolloutConfig
     device: str
     quiet_timeout_s: float = 600.0
+    http_host: str | None = None
 
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """Where a server runs and what one must know to use it."""
+    """Where a server runs and what one must know to use it; ``url`` is that of its OpenAI-compatible endpoint."""
 
     node_id: str
     address: str
     pid: int
     pad_token_id: int
+    url: str | None = None
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,7 @@ class RolloutServer:
         self._round: list[Any] = []  # what the followers were last asked
         self._broken: str | None = None
         self._port: socket.socket | None = None
+        self._endpoint: Any = None
 
     # -- life
 
@@ -202,7 +206,19 @@ class RolloutServer:
         self.engine = engine
         self._load = _Load()
         self._asleep = False
-        return ServerInfo(*_place(), os.getpid(), engine.pad_token_id)
+        leads = environment.get("RANK", "0") == "0"
+        url = await self._start_endpoint(spec.http_host) if spec.http_host is not None and leads else None
+        return ServerInfo(*_place(), os.getpid(), engine.pad_token_id, url)
+
+    async def _start_endpoint(self, host: str) -> str:
+        from verl.utils.tokenizer import load_tokenizer
+        from verl.workers.rollout.openai_api import ApiSettings, OpenAIEndpoint
+
+        model, rollout = self.spec.model, self.spec.rollout
+        tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+        limit = getattr(self.engine, "max_model_len", None)
+        self._endpoint = OpenAIEndpoint(self, tokenizer, ApiSettings(str(model.path), rollout.response_length, limit))
+        return await self._endpoint.start(host)
 
     async def place(self) -> tuple[str, str]:
         """Node and address, also before :meth:`start`."""
@@ -249,18 +265,21 @@ class RolloutServer:
 
     # -- serving
 
-    async def generate(self, packed: PackedRequests) -> PackedCompletions:
+    async def generate_packed(self, packed: PackedRequests) -> PackedCompletions:
         """Serve requests together.
 
         Raises:
             ReplicaError: the server has no weights, is paused for too long, or another rank of it is gone.
             RolloutError: a request is invalid, the server sleeps, or generation failed.
         """
-        requests = packed.unpack()
-        return PackedCompletions.pack(await self.complete(requests))
+        return PackedCompletions.pack(await self.generate_many(packed.unpack()))
 
-    async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """:meth:`generate` for callers in this process."""
+    async def generate(self, request: GenerationRequest, *, session: str | None = None) -> Completion:
+        """Serve one request of this process; there is one server, so the session makes no difference."""
+        return (await self.generate_many([request]))[0]
+
+    async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """:meth:`generate_packed` for callers in this process."""
         async with self._admitted(len(requests)) as engine:
             try:
                 completions = await engine.generate_many(requests)

@@ -1,0 +1,336 @@
+"""The HTTP endpoint, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.fixtures.tiny import make_tokenizer
+from tests.workers.rollout.helpers import weights_of
+from tests.workers.rollout.served import load, replicas
+from tests.workers.rollout.test_server import Here
+from verl.config import ModelConfig, RolloutConfig
+from verl.errors import RolloutError
+from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
+from verl.workers.rollout.openai_api import ApiSettings, OpenAIEndpoint
+from verl.workers.rollout.server import RolloutServer, ServerSpec
+
+openai = pytest.importorskip("openai", reason="the package openai is not installed (requirements/dev.txt)")
+pytest.importorskip("aiohttp", reason="the package aiohttp is not installed (requirements/dev.txt)")
+
+CHAT = [{"role": "user", "content": "sort 3142"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@contextmanager
+def in_thread(start: Callable[[], Any]) -> Iterator[Any]:
+    """Run ``await start()`` in an event loop of its own and keep that going; gives what it returns."""
+    loop = asyncio.new_event_loop()
+    thread = Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield asyncio.run_coroutine_threadsafe(start(), loop).result(60)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+
+
+def client_of(url: str) -> Any:
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=30)
+
+
+@pytest.fixture(scope="module")
+def real(tiny_model_dir: str) -> Iterator[tuple[Any, RolloutServer]]:
+    """A client of a server's own endpoint, and the server."""
+    rollout = RolloutConfig(dtype="float32", prompt_length=64, response_length=20, max_model_len=128)
+    server = RolloutServer(ServerSpec(ModelConfig(path=tiny_model_dir), rollout, "cpu", 5, http_host="127.0.0.1"))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+
+    async def start() -> str:
+        info = await server.start({})
+        await server.receive_weights(Here("first", model, 1), 0)
+        assert info.url is not None
+        return info.url
+
+    with in_thread(start) as url:
+        yield client_of(url), server
+
+
+class Scripted:
+    """A backend whose model always writes the same text and then stops."""
+
+    def __init__(self, text: str) -> None:
+        self.tokenizer = make_tokenizer()
+        self.tokens = [*self.tokenizer.encode(text), self.tokenizer.eos_token_id]
+        self.requests: list[tuple[GenerationRequest, str | None]] = []
+
+    async def generate(self, request: GenerationRequest, *, session: str | None = None) -> Completion:
+        self.requests.append((request, session))
+        tokens = self.tokens[: request.sampling.max_tokens]
+        reason = "stop" if len(tokens) == len(self.tokens) else "length"
+        return Completion(tokens, [-0.5] * len(tokens), reason, 3)  # type: ignore[arg-type]
+
+
+@contextmanager
+def scripted(text: str, default_max_tokens: int = 300) -> Iterator[tuple[Any, Scripted]]:
+    backend = Scripted(text)
+    endpoint = OpenAIEndpoint(backend, backend.tokenizer, ApiSettings("policy", default_max_tokens, 400))
+    with in_thread(endpoint.start) as url:
+        yield client_of(url), backend
+
+
+def model_of(client: Any) -> str:
+    (model,) = client.models.list().data
+    return model.id
+
+
+def test_a_chat_is_the_engines_completion_of_the_templated_prompt(real: Any) -> None:
+    client, server = real
+    answer = client.chat.completions.create(
+        model=model_of(client),
+        messages=CHAT,
+        max_tokens=12,
+        seed=5,
+        logprobs=True,
+        extra_body={"return_token_ids": True},
+    )
+    tokenizer = server._endpoint.tokenizer
+    ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    request = GenerationRequest(ids, SamplingParams(12, seed=5), "r")
+    expected = asyncio.run(_with_own_engine(server, request))
+    (choice,) = answer.choices
+    assert choice.model_extra["token_ids"] == expected.token_ids
+    assert [item.logprob for item in choice.logprobs.content] == pytest.approx(expected.log_probs, abs=1e-5)
+    assert choice.message.content == tokenizer.decode(expected.token_ids, skip_special_tokens=True)
+    assert answer.model_extra["prompt_token_ids"] == ids
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), len(expected.token_ids))
+    assert choice.finish_reason == expected.finish_reason
+
+
+async def _with_own_engine(server: RolloutServer, request: GenerationRequest) -> Completion:
+    from verl.workers.rollout.hf.engine import HFRolloutEngine
+
+    engine = HFRolloutEngine(server.spec.model, server.spec.rollout)
+    model = AutoModelForCausalLM.from_pretrained(server.spec.model.path, dtype=torch.float32)
+    await engine.begin_update(1)
+    await engine.load(weights_of(model).items())
+    await engine.end_update()
+    return await engine.generate(request)
+
+
+def test_a_stream_is_the_same_answer_in_pieces(real: Any) -> None:
+    client, _ = real
+    settings = {"model": model_of(client), "messages": CHAT, "max_tokens": 20, "seed": 7, "temperature": 0.9}
+    more = {"return_token_ids": True, "ignore_eos": True}
+    whole = client.chat.completions.create(**settings, extra_body=more)
+    chunks = list(
+        client.chat.completions.create(
+            **settings, stream=True, stream_options={"include_usage": True}, logprobs=True, extra_body=more
+        )
+    )
+    last = chunks.pop()
+    assert (last.choices, last.usage.completion_tokens) == ([], 20)
+    pieces = [chunk.choices[0] for chunk in chunks]
+    assert pieces[0].delta.role == "assistant"
+    assert "".join(piece.delta.content or "" for piece in pieces) == whole.choices[0].message.content
+    tokens = [token for piece in pieces for token in (piece.model_extra or {}).get("token_ids", [])]
+    assert tokens == whole.choices[0].model_extra["token_ids"]
+    assert sum(len(piece.logprobs.content) for piece in pieces if piece.logprobs) == 20
+    assert len(pieces) > 3
+    assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["length"]
+
+
+def test_choices_differ_and_a_seed_repeats_them(real: Any) -> None:
+    client, _ = real
+
+    def texts(seed: int | None) -> list[str]:
+        answer = client.completions.create(
+            model=model_of(client), prompt="abc", n=4, max_tokens=16, seed=seed, extra_body={"ignore_eos": True}
+        )
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        return [choice.text for choice in answer.choices]
+
+    assert len(set(texts(None))) == 4
+    assert texts(3) == texts(3)
+    assert texts(3) != texts(4)
+
+
+def test_completions_take_texts_tokens_and_lists(real: Any) -> None:
+    client, server = real
+    ids = server._endpoint.tokenizer.encode("abc")
+    greedy = {"model": model_of(client), "max_tokens": 6, "temperature": 0, "logprobs": 0}
+    text = client.completions.create(prompt="abc", **greedy)
+    assert client.completions.create(prompt=ids, **greedy).choices[0].text == text.choices[0].text
+    both = client.completions.create(prompt=["abc", "x"], **greedy)
+    assert [choice.index for choice in both.choices] == [0, 1]
+    assert both.choices[0].text == text.choices[0].text
+    assert both.usage.prompt_tokens == len(ids) + 1
+    assert len(text.choices[0].logprobs.token_logprobs) == text.usage.completion_tokens
+    streamed = client.completions.create(prompt="abc", stream=True, **greedy)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == text.choices[0].text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("stop", "expected"), [("wor", "hello "), (["zzz", "lo"], "hel"), ("never", "hello world")])
+def test_a_stop_text_ends_the_answer_before_it(stop: Any, expected: str, stream: bool) -> None:
+    with scripted("hello world") as (client, backend):
+        settings = {"model": "policy", "messages": CHAT, "stop": stop}
+        if stream:
+            chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**settings, stream=True)]
+            text, reason = "".join(chunk.delta.content or "" for chunk in chunks), chunks[-1].finish_reason
+        else:
+            (choice,) = client.chat.completions.create(**settings).choices
+            text, reason = choice.message.content, choice.finish_reason
+    assert (text, reason) == (expected, "stop")
+    assert len({session for _, session in backend.requests}) == 1
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+
+def test_calls_of_tools_come_as_such() -> None:
+    with scripted(f"I add.\n{CALL}{CALL}") as (client, _):
+        (choice,) = client.chat.completions.create(model="policy", messages=CHAT, tools=TOOLS).choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "I add."
+        calls = choice.message.tool_calls
+        assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+            ("add", {"a": 1, "b": 2})
+        ] * 2
+        assert calls[0].id != calls[1].id
+
+        chunks = [
+            chunk.choices[0]
+            for chunk in client.chat.completions.create(model="policy", messages=CHAT, tools=TOOLS, stream=True)
+        ]
+        assert "".join(chunk.delta.content or "" for chunk in chunks) == "I add."
+        found = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+        assert [(call.index, call.function.name) for call in found] == [(0, "add"), (1, "add")]
+        assert chunks[-1].finish_reason == "tool_calls"
+
+        (plain,) = client.chat.completions.create(model="policy", messages=CHAT).choices
+        assert plain.message.tool_calls is None
+        assert CALL in plain.message.content
+
+
+def test_what_is_no_call_stays_text() -> None:
+    text = "<tool_call>not json</tool_call>"
+    with scripted(text) as (client, _):
+        (choice,) = client.chat.completions.create(model="policy", messages=CHAT, tools=TOOLS).choices
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
+
+
+def test_settings_reach_the_engine() -> None:
+    with scripted("x") as (client, backend):
+        client.completions.create(
+            model="policy",
+            prompt="a",
+            max_tokens=7,
+            temperature=0.5,
+            top_p=0.75,
+            seed=11,
+            extra_body={
+                "top_k": 4,
+                "min_p": 0.125,
+                "repetition_penalty": 1.5,
+                "ignore_eos": True,
+                "stop_token_ids": [5],
+                "session": "s",
+            },
+        )
+        client.chat.completions.create(model="policy", messages=CHAT, max_completion_tokens=9, frequency_penalty=0)
+    (first, session), (second, _) = backend.requests
+    assert session == "s"
+    assert first.sampling == SamplingParams(
+        7,
+        temperature=0.5,
+        top_p=0.75,
+        top_k=4,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        seed=11,
+        ignore_eos=True,
+        stop_token_ids=(5,),
+    )
+    assert (second.sampling.max_tokens, second.sampling.temperature) == (9, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "status", "param"),
+    [
+        ({"model": "other"}, 404, "model"),
+        ({"temperature": -1}, 422, "temperature"),
+        ({"top_p": "high"}, 422, "top_p"),
+        ({"n": 0}, 422, "n"),
+        ({"max_tokens": 1000}, 400, "max_tokens"),
+        ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"logprobs": True, "top_logprobs": 3}, 400, "top_logprobs"),
+        ({"tools": TOOLS, "tool_choice": "required"}, 400, "tool_choice"),
+        ({"messages": []}, 422, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
+        ({"extra_body": {"unheard_of": 1}}, 400, "unheard_of"),
+    ],
+)
+def test_what_is_wrong_is_told_in_openais_form(settings: dict[str, Any], status: int, param: str) -> None:
+    with scripted("x") as (client, _), pytest.raises(openai.APIStatusError) as caught:
+        client.chat.completions.create(**{"model": "policy", "messages": CHAT, **settings})
+    assert (caught.value.status_code, caught.value.param) == (status, param)
+    assert caught.value.body["type"] == "invalid_request_error"
+
+
+def test_unknown_routes_broken_bodies_and_failing_backends() -> None:
+    import httpx
+
+    with scripted("x") as (client, backend):
+        url = str(client.base_url)
+        assert httpx.get(f"{url}nothing").status_code == 404
+        broken = httpx.post(f"{url}completions", content=b"{")
+        assert (broken.status_code, "not JSON" in broken.json()["error"]["message"]) == (400, True)
+
+        async def fail(request: GenerationRequest, *, session: str | None = None) -> Completion:
+            raise RolloutError("request 'r': not completed within the time limit of 1 s")
+
+        backend.generate = fail  # type: ignore[method-assign]
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError) as caught:
+                client.chat.completions.create(model="policy", messages=CHAT, stream=stream)
+            assert caught.value.status_code == 504
+
+
+def test_a_prompt_that_leaves_little_room_gets_a_shorter_answer() -> None:
+    with scripted("a" * 300, default_max_tokens=300) as (client, backend):
+        client.completions.create(model="policy", prompt="b" * 390)
+        assert backend.requests[0][0].sampling.max_tokens == 10
+        with pytest.raises(openai.BadRequestError, match="exceed the model's 400") as caught:
+            client.completions.create(model="policy", prompt="b" * 400)
+        assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.dist
+@pytest.mark.usefixtures("ray_local")
+def test_one_endpoint_before_two_replicas(tiny_model_dir: str, tmp_path: Path) -> None:
+    rollout = RolloutConfig(dtype="float32", prompt_length=64, response_length=20)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    with replicas(ServerSpec(ModelConfig(path=tiny_model_dir), rollout, "cpu", 5), 2) as group:
+        load(group, model)
+        endpoint = OpenAIEndpoint(group.client(), make_tokenizer(), ApiSettings("policy", 20))
+        with in_thread(endpoint.start) as url:
+            client = client_of(url)
+            greedy = {"model": "policy", "messages": CHAT, "temperature": 0, "extra_body": {"ignore_eos": True}}
+            answers = [client.chat.completions.create(**greedy).choices[0].message.content for _ in range(4)]
+            assert len(set(answers)) == 1
+            assert [health.requests for health in group.call("health")] == [2, 2]
+            stream = client.chat.completions.create(**greedy, stream=True)
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == answers[0]
+            # the pieces of a stream go where its beginning is
+            assert sorted(health.requests for health in group.call("health"))[0] == 2

@@ -1,0 +1,470 @@
+"""An HTTP endpoint that OpenAI's client and everything built on it can talk to.
+
+It stands before one server, or as a router before all of them: whatever has ``generate(request, session=...)``, so
+before a :class:`~verl.workers.rollout.client.RolloutClient` too. Needs aiohttp (``verl[server]``).
+
+Answers that are sent in pieces, or end at a text, are sampled in pieces: a piece continues the sample exactly where the
+last one ended, and a server that has the beginning in its cache does not compute it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from verl.errors import ConfigError, ReplicaError, RolloutError
+from verl.workers.rollout.base import Completion, GenerationRequest
+from verl.workers.rollout.openai_protocol import (
+    ApiError,
+    Call,
+    envelope,
+    parse_call,
+    parse_chat,
+    parse_prompts,
+    usage,
+)
+from verl.workers.rollout.tool_calls import ToolCallParser, get_tool_call_parser
+
+logger = logging.getLogger(__name__)
+
+#: tokens of the first piece and of the largest one; pieces grow, because each has a fixed cost
+_FIRST_PIECE, _LARGEST_PIECE = 1, 32
+_MAX_BODY = 64 << 20
+
+
+class Backend(Protocol):
+    """What completes requests."""
+
+    async def generate(self, request: GenerationRequest, *, session: str | None = None) -> Completion: ...
+
+
+@dataclass(frozen=True)
+class ApiSettings:
+    """What the endpoint says and assumes.
+
+    Attributes:
+        model: name of the model.
+        default_max_tokens: of a request that gives none.
+        max_model_len: most tokens of prompt and answer; None: the engine decides.
+        tool_format: how the model writes calls of tools.
+    """
+
+    model: str
+    default_max_tokens: int
+    max_model_len: int | None = None
+    tool_format: str = "hermes"
+
+
+@dataclass
+class _Choice:
+    """One answer as it grows."""
+
+    index: int
+    prompt_ids: list[int]
+    completion: Completion
+    text: str = ""
+    finish_reason: str | None = None
+
+
+class OpenAIEndpoint:
+    """Routes and their handlers.
+
+    Args:
+        backend: completes requests.
+        tokenizer: of the model, with a chat template for chats.
+        settings: see :class:`ApiSettings`.
+
+    Raises:
+        ConfigError: aiohttp is missing, or the tool format is unknown.
+    """
+
+    def __init__(self, backend: Backend, tokenizer: Any, settings: ApiSettings) -> None:
+        self.backend = backend
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self._parser: ToolCallParser = get_tool_call_parser(settings.tool_format)
+        self._web = _aiohttp_web()
+        self._runner: Any = None
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Listen; returns the base URL for clients. Port 0 takes a free one."""
+        web = self._web
+        app = web.Application(client_max_size=_MAX_BODY, middlewares=[self._errors])
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._complete)
+        # an answer that nobody waits for any more is not worth a token
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        await site.start()
+        bound = site._server.sockets[0].getsockname()[1]
+        return f"http://{host}:{bound}/v1"
+
+    async def stop(self) -> None:
+        """Stop listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    # -- routes
+
+    async def _health(self, request: Any) -> Any:
+        return self._web.json_response({"status": "ok"})
+
+    async def _models(self, request: Any) -> Any:
+        entry = {"id": self.settings.model, "object": "model", "created": 0, "owned_by": "verl"}
+        return self._web.json_response({"object": "list", "data": [entry]})
+
+    async def _chat(self, request: Any) -> Any:
+        body = await self._body(request)
+        call = parse_call(body, "chat", default_max_tokens=self.settings.default_max_tokens)
+        messages, tools, arguments = parse_chat(body)
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ApiError(400, "the model's tokenizer has no chat template; use /v1/completions", "messages")
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False, **arguments
+            )
+        except Exception as error:
+            raise ApiError(400, f"the chat template refuses the messages: {error}", "messages") from error
+        return await self._answer(request, call, [ids], _ChatBody(self, call, self._parser if tools else None))
+
+    async def _complete(self, request: Any) -> Any:
+        body = await self._body(request)
+        call = parse_call(body, "completions", default_max_tokens=self.settings.default_max_tokens)
+        prompts = parse_prompts(body, self.tokenizer.encode)
+        return await self._answer(request, call, prompts, _TextBody(self, call))
+
+    async def _body(self, request: Any) -> dict[str, Any]:
+        try:
+            body = json.loads(await request.read())
+        except ValueError as error:
+            raise ApiError(400, f"the body is not JSON: {error}") from None
+        model = body.get("model") if isinstance(body, dict) else None
+        if model is not None and model != self.settings.model:
+            raise ApiError(
+                404, f"the model {model!r} is not here; this is {self.settings.model!r}", "model", "model_not_found"
+            )
+        return body
+
+    async def _answer(self, request: Any, call: Call, prompts: list[list[int]], form: _Body) -> Any:
+        call = self._within_context(call, prompts)
+        choices = [
+            _Choice(index, prompts[index // call.n], Completion([], [], "abort"))
+            for index in range(len(prompts) * call.n)
+        ]
+        if call.stream:
+            return await self._stream(request, call, choices, form)
+        await asyncio.gather(*(self._finish(call, choice) for choice in choices))
+        answer = {**envelope(form.kind, self.settings.model), "choices": [form.whole(choice) for choice in choices]}
+        answer["usage"] = _usage(choices, call.n)
+        if call.token_ids:
+            answer["prompt_token_ids"] = prompts[0]
+        return self._web.json_response(answer)
+
+    def _within_context(self, call: Call, prompts: Sequence[list[int]]) -> Call:
+        limit, longest = self.settings.max_model_len, max(map(len, prompts))
+        if not all(prompts):
+            raise ApiError(422, "the prompt has no token", "prompt")
+        if limit is None or longest + call.sampling.max_tokens <= limit:
+            return call
+        if longest >= limit or call.sampling.max_tokens != self.settings.default_max_tokens:
+            raise ApiError(
+                400,
+                f"{longest} prompt tokens and max_tokens={call.sampling.max_tokens} exceed the model's {limit}",
+                "max_tokens",
+                "context_length_exceeded",
+            )
+        return replace(call, sampling=replace(call.sampling, max_tokens=limit - longest))
+
+    # -- sampling
+
+    async def _finish(self, call: Call, choice: _Choice) -> None:
+        async for _ in self._pieces(call, choice):
+            pass
+
+    async def _pieces(self, call: Call, choice: _Choice) -> AsyncIterator[str]:
+        """Let a choice grow to its end; yields the new text of each piece."""
+        sampling = call.sampling_of(choice.index % call.n)
+        name = f"http-{uuid.uuid4().hex}"
+        piece = _FIRST_PIECE if call.stream else _LARGEST_PIECE
+        in_pieces = call.stream or bool(call.stop)
+        while True:
+            have = choice.completion.token_ids
+            limit = min(sampling.max_tokens, len(have) + piece) if in_pieces else sampling.max_tokens
+            got = await self.backend.generate(
+                GenerationRequest(
+                    choice.prompt_ids,
+                    replace(sampling, max_tokens=limit),
+                    name,
+                    partial=replace(choice.completion, finish_reason="abort") if have else None,
+                ),
+                session=call.session or name,
+            )
+            done = got.finish_reason != "length" or len(got.token_ids) >= sampling.max_tokens
+            choice.completion = got
+            text, cut = self._text(call, got, done)
+            new, choice.text = text[len(choice.text) :], text
+            if cut:
+                choice.finish_reason = "stop"
+            elif done:
+                choice.finish_reason = got.finish_reason
+            if new or choice.finish_reason:
+                yield new
+            if choice.finish_reason:
+                return
+            piece = min(2 * piece, _LARGEST_PIECE)
+
+    def _text(self, call: Call, completion: Completion, done: bool) -> tuple[str, bool]:
+        """Text that is certain by now, and whether a stop text ended it."""
+        ids = completion.token_ids
+        if completion.finish_reason == "stop" and ids[-1] in call.sampling.stop_token_ids:
+            ids = ids[:-1]
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        found = [place for stop in call.stop if (place := text.find(stop)) >= 0]
+        if found:
+            return text[: min(found)], True
+        if done:
+            return text, False
+        keep = len(text.rstrip("\ufffd"))  # a character whose bytes are not all there
+        for stop in call.stop:
+            keep = min(keep, _before_prefix(text, stop))
+        return text[:keep], False
+
+    def token_text(self, token: int) -> str:
+        """The text of one token."""
+        return str(self.tokenizer.decode([token]))
+
+    # -- answering in pieces
+
+    async def _stream(self, request: Any, call: Call, choices: list[_Choice], form: _Body) -> Any:
+        """Server-sent events. An error before the first piece is an ordinary answer, later it is the last event."""
+        queue: asyncio.Queue[dict[str, Any] | Exception | None] = asyncio.Queue()
+
+        async def feed(choice: _Choice) -> None:
+            sent = 0
+            async for _ in self._pieces(call, choice):
+                for chunk in form.chunks(choice, sent):
+                    await queue.put(chunk)
+                sent = len(choice.completion.token_ids)
+
+        async def feed_all() -> None:
+            try:
+                await asyncio.gather(*(feed(choice) for choice in choices))
+                await queue.put(None)
+            except Exception as error:  # noqa: BLE001 - raised or sent below
+                await queue.put(error)
+
+        head = envelope(form.chunk_kind, self.settings.model)
+        feeding = asyncio.create_task(feed_all())
+        try:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            response = self._web.StreamResponse(
+                headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+            )
+            await response.prepare(request)
+            for first in form.opening(choices):
+                await _event(response, {**head, "choices": [first]})
+            while item is not None and not isinstance(item, Exception):
+                await _event(response, {**head, "choices": [item]})
+                item = await queue.get()
+            if isinstance(item, Exception):
+                await _event(response, _as_api_error(item).body())
+            elif call.include_usage:
+                await _event(response, {**head, "choices": [], "usage": _usage(choices, call.n)})
+            await response.write(b"data: [DONE]\n\n")
+            await response.write_eof()
+            return response
+        finally:
+            feeding.cancel()
+            await asyncio.gather(feeding, return_exceptions=True)
+
+    @property
+    def _errors(self) -> Any:
+        web = self._web
+
+        @web.middleware
+        async def middleware(request: Any, handler: Any) -> Any:
+            try:
+                return await handler(request)
+            except web.HTTPException as error:
+                found = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+            except Exception as error:  # noqa: BLE001 - every failure has an answer
+                found = _as_api_error(error)
+            return web.json_response(found.body(), status=found.status)
+
+        return middleware
+
+
+class _Body(Protocol):
+    """How choices look in an answer."""
+
+    kind: str
+    chunk_kind: str
+
+    def whole(self, choice: _Choice) -> dict[str, Any]: ...
+
+    def opening(self, choices: Sequence[_Choice]) -> list[dict[str, Any]]: ...
+
+    def chunks(self, choice: _Choice, sent: int) -> list[dict[str, Any]]: ...
+
+
+class _TextBody:
+    """Choices of ``/v1/completions``."""
+
+    kind = chunk_kind = "text_completion"
+
+    def __init__(self, endpoint: OpenAIEndpoint, call: Call) -> None:
+        self.endpoint = endpoint
+        self.call = call
+        self._sent: dict[int, int] = {}
+
+    def whole(self, choice: _Choice) -> dict[str, Any]:
+        return self._entry(choice, choice.text, 0)
+
+    def opening(self, choices: Sequence[_Choice]) -> list[dict[str, Any]]:
+        return []
+
+    def chunks(self, choice: _Choice, sent: int) -> list[dict[str, Any]]:
+        begin, self._sent[choice.index] = self._sent.get(choice.index, 0), len(choice.text)
+        return [self._entry(choice, choice.text[begin:], sent)]
+
+    def _entry(self, choice: _Choice, text: str, sent: int) -> dict[str, Any]:
+        entry = {"index": choice.index, "text": text, "finish_reason": choice.finish_reason, "logprobs": None}
+        tokens = choice.completion.token_ids[sent:]
+        if self.call.logprobs:
+            texts = [self.endpoint.token_text(token) for token in tokens]
+            offsets = [sum(map(len, texts[:number])) for number in range(len(texts))]
+            values = choice.completion.log_probs[sent:]
+            entry["logprobs"] = {
+                "tokens": texts,
+                "token_logprobs": values,
+                "text_offset": offsets,
+                "top_logprobs": None,
+            }
+        if self.call.token_ids:
+            entry["token_ids"] = tokens
+        return entry
+
+
+class _ChatBody:
+    """Choices of ``/v1/chat/completions``."""
+
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, endpoint: OpenAIEndpoint, call: Call, parser: ToolCallParser | None) -> None:
+        self.endpoint = endpoint
+        self.call = call
+        self.parser = parser
+        self._sent: dict[int, int] = {}
+
+    def whole(self, choice: _Choice) -> dict[str, Any]:
+        content, calls, reason = self._parsed(choice)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
+        return self._entry(choice, "message", message, reason, 0)
+
+    def opening(self, choices: Sequence[_Choice]) -> list[dict[str, Any]]:
+        start = {"role": "assistant", "content": ""}
+        return [{"index": choice.index, "delta": start, "finish_reason": None} for choice in choices]
+
+    def chunks(self, choice: _Choice, sent: int) -> list[dict[str, Any]]:
+        """The new text; where tools may be called, without what is or may become a call, which comes at the end."""
+        text, reason = choice.text, choice.finish_reason
+        delta: dict[str, Any] = {}
+        calls: list[dict[str, Any]] = []
+        if reason is not None:
+            text, calls, reason = self._parsed(choice)
+        elif self.parser is not None:
+            text = text[: _before_prefix(text, self.parser.marker)].rstrip()
+        begin = self._sent.get(choice.index, 0)
+        self._sent[choice.index] = max(begin, len(text))
+        if text[begin:]:
+            delta["content"] = text[begin:]
+        if calls:
+            delta["tool_calls"] = [{"index": number, **item} for number, item in enumerate(calls)]
+        return [self._entry(choice, "delta", delta, reason, sent)]
+
+    def _parsed(self, choice: _Choice) -> tuple[str, list[dict[str, Any]], str | None]:
+        if self.parser is None:
+            return choice.text, [], choice.finish_reason
+        content, found = self.parser.parse(choice.text)
+        calls = [
+            {
+                "id": f"call_{uuid.uuid4().hex[:24]}",
+                "type": "function",
+                "function": {"name": item.name, "arguments": item.arguments},
+            }
+            for item in found
+        ]
+        return content, calls, "tool_calls" if calls and choice.finish_reason == "stop" else choice.finish_reason
+
+    def _entry(
+        self, choice: _Choice, name: str, message: dict[str, Any], reason: str | None, sent: int
+    ) -> dict[str, Any]:
+        entry = {"index": choice.index, name: message, "finish_reason": reason, "logprobs": None}
+        tokens, values = choice.completion.token_ids[sent:], choice.completion.log_probs[sent:]
+        if self.call.logprobs:
+            texts = [self.endpoint.token_text(token) for token in tokens]
+            entry["logprobs"] = {
+                "content": [
+                    {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+                    for text, value in zip(texts, values, strict=True)
+                ]
+            }
+        if self.call.token_ids:
+            entry["token_ids"] = tokens
+        return entry
+
+
+def _before_prefix(text: str, marker: str) -> int:
+    """Characters of ``text`` before the marker, or before an end that could become it."""
+    place = text.find(marker)
+    if place >= 0:
+        return place
+    for size in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:size]):
+            return len(text) - size
+    return len(text)
+
+
+def _usage(choices: Sequence[_Choice], n: int) -> dict[str, int]:
+    prompts = sum(len(choice.prompt_ids) for choice in choices[::n])
+    return usage(prompts, sum(len(choice.completion.token_ids) for choice in choices))
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ReplicaError):
+        return ApiError(503, str(error), code="unavailable")
+    if isinstance(error, RolloutError):
+        text = str(error)
+        if "no replica served" in text or "asleep" in text:
+            return ApiError(503, text, code="unavailable")
+        if "time limit" in text:
+            return ApiError(504, text, code="timeout")
+        return ApiError(400, text)
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, f"{type(error).__name__}: {error}")
+
+
+async def _event(response: Any, data: dict[str, Any]) -> None:
+    await response.write(b"data: " + json.dumps(data).encode() + b"\n\n")
+
+
+def _aiohttp_web() -> Any:
+    try:
+        from aiohttp import web
+    except ImportError as error:
+        raise ConfigError("the OpenAI-compatible endpoint needs the package aiohttp: install verl[server]") from error
+    return web
