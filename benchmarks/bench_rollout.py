@@ -41,6 +41,8 @@ class Case:
         new_tokens: tokens per completion.
         stop: let completions end at the end-of-sequence token.
         dtype: of both sides.
+        tied: use the input embedding for the output. Without, the next token is nearly even: completions end after 104
+            tokens on average, the size of the vocabulary, where they may.
     """
 
     hidden: int
@@ -54,6 +56,7 @@ class Case:
     new_tokens: int
     stop: bool = False
     dtype: str = "float32"
+    tied: bool = True
 
 
 CASES = {
@@ -64,6 +67,7 @@ CASES = {
     "medium": Case(320, 1088, 6, 10, 2, 16, 8, (48, 48), 32),
     "medium_ragged": Case(320, 1088, 6, 10, 2, 16, 8, (24, 96), 32, stop=True),
     "medium_long": Case(320, 1088, 6, 10, 2, 16, 8, (48, 48), 200),
+    "medium_long_ragged": Case(320, 1120, 6, 10, 2, 16, 8, (24, 96), 256, stop=True, tied=False),
     "medium_bf16": Case(320, 1088, 6, 10, 2, 16, 8, (48, 48), 32, dtype="bfloat16"),
 }
 VOCABULARY, EOS, PAD = 104, 1, 0
@@ -86,7 +90,7 @@ def bench(case: Case, repeats: int, names: Sequence[str]) -> dict[str, float]:
         num_attention_heads=case.heads,
         num_key_value_heads=case.kv_heads,
         vocab_size=VOCABULARY,
-        tie_word_embeddings=True,
+        tie_word_embeddings=case.tied,
         eos_token_id=EOS,
         pad_token_id=PAD,
         bos_token_id=None,

@@ -142,6 +142,10 @@ def test_micro_batch_is_a_size_or_a_token_budget():
             "these",
         ),
         (
+            RolloutConfig(name="vllm", pack_weights=True),
+            "pack_weights=True: is a setting of rollout.name=hf; leave it out",
+        ),
+        (
             RolloutConfig(enforce_eager=False),
             "enforce_eager=False: is a setting of rollout.name=vllm and sglang; leave it out, or set one of these",
         ),

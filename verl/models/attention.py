@@ -304,6 +304,10 @@ def _packed_attention(
             return out
 
     heads, kv_heads, v_dim = query.shape[1], key.shape[1], value.shape[-1]
+    dtype = query.dtype
+    if dtype == torch.bfloat16 and query.device.type == "cpu" and not special:
+        # PyTorch's backward kernel for bfloat16 takes several times as long as the one for float32
+        query, key, value = query.float(), key.float(), value.float()
     flat_q, flat_k, flat_v = (_flat(x) for x in (query, key, value))
     if plan.q_index is not None:
         gathered_q = _GatherOnce.apply(flat_q, plan.q_index, plan.unpad)
@@ -342,6 +346,7 @@ def _packed_attention(
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if plan.q_index is not None:
         joined = _Unpad.apply(joined, plan.unpad)
+    joined = joined.to(dtype)
     return joined.view(1, -1, heads, v_dim)
 
 

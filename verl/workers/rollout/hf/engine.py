@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from verl.errors import RolloutError, VerlError, WeightSyncError
+from verl.errors import ConfigError, RolloutError, VerlError, WeightSyncError
 from verl.utils.device import empty_cache, get_torch_device
 from verl.utils.distributed import get_world_size
 from verl.workers.rollout.base import (
@@ -24,6 +24,7 @@ from verl.workers.rollout.base import (
     RolloutMemory,
 )
 from verl.workers.rollout.hf.kv_cache import RolloutCache
+from verl.workers.rollout.hf.packed import PackedLinears, packing_supported
 from verl.workers.rollout.hf.runner import BatchRunner, FinishedSequence
 from verl.workers.rollout.hf.scheduler import Scheduler, Sequence
 from verl.workers.rollout.hf.weights import ModuleWeights, build_module
@@ -43,8 +44,9 @@ class HFRolloutEngine(RolloutEngine):
     """Batched generation with any Hugging Face causal language model.
 
     The module's parameters are the training engine's own tensors wherever dtype and device allow it, so a weight
-    update costs no memory and an optimizer step is visible at once. All work runs in the caller's thread and event
-    loop; between tokens the loop gets a turn, so requests may arrive while others are running.
+    update costs no memory. On CPUs large matrices are packed for the time of a generation phase
+    (``rollout.pack_weights``). All work runs in the caller's thread and event loop; between tokens the loop gets a
+    turn, so requests may arrive while others are running.
 
     Args:
         model_config: the ``model`` section; ``path`` holds the model's configuration.
@@ -74,6 +76,7 @@ class HFRolloutEngine(RolloutEngine):
         text_config = config.get_text_config()
         self.module = build_module(config, self.dtype, self.device, trust_remote_code=model_config.trust_remote_code)
         self.weights = ModuleWeights(self.module, self.dtype, self.device)
+        self.packed = self._packed_linears(rollout_config.pack_weights)
         self.max_model_len: int | None = rollout_config.max_model_len or None
         self._row_tokens = int(rollout_config.prompt_length) + int(rollout_config.response_length)
         self._warned_of_memory = False
@@ -99,6 +102,16 @@ class HFRolloutEngine(RolloutEngine):
         self._next_version: int | None = None
         self._calls: dict[int, Call] = {}
         self._driver: asyncio.Task[None] | None = None
+
+    def _packed_linears(self, wanted: bool | None) -> PackedLinears | None:
+        """What packs the weights while generating, if they are to be packed."""
+        supported = packing_supported(self.dtype, self.device)
+        if wanted and not supported:
+            raise ConfigError(
+                f"rollout.pack_weights=True: there are no kernels for packed {self.dtype} weights on this "
+                f"{self.device.type} device; leave it out"
+            )
+        return PackedLinears(self.module) if supported and wanted is not False else None
 
     # -- serving
 
@@ -128,6 +141,8 @@ class HFRolloutEngine(RolloutEngine):
         def deliver_to(index: int) -> Any:
             return lambda completion: call.deliver(index, completion)
 
+        if self.packed is not None:
+            self.packed.pack()
         if not self.scheduler.waiting and not self.runner.running:
             self.scheduler.max_cached_tokens = self._cached_tokens_limit()
         sequences = [Sequence(request, deliver_to(index)) for index, request in enumerate(requests)]
@@ -203,6 +218,7 @@ class HFRolloutEngine(RolloutEngine):
         """Give back the cache and own copies of weights; aliased weights cost nothing and stay."""
         self._require_idle("sleep", RolloutError)
         self.runner.release()
+        self._drop_packed()
         self.weights.release()
         self._awake.clear()
         empty_cache(self.device)
@@ -214,9 +230,15 @@ class HFRolloutEngine(RolloutEngine):
             self.weights.restore()
         self._awake.update(wanted)
 
+    def _drop_packed(self) -> None:
+        if self.packed is not None:
+            self.packed.drop()
+
     def memory(self) -> RolloutMemory:
         """Bytes held now, on the engine's device."""
         owned, aliased = self.weights.nbytes()
+        if self.packed is not None:
+            owned += self.packed.nbytes
         return RolloutMemory(kv_cache=self.cache.nbytes(), owned_weights=owned, aliased_weights=aliased)
 
     def _cached_tokens_limit(self) -> int:
@@ -254,6 +276,7 @@ class HFRolloutEngine(RolloutEngine):
         self._require_idle("begin_update", WeightSyncError)
         if self._next_version is not None:
             raise WeightSyncError(f"the update to version {self._next_version} is still running; end it first")
+        self._drop_packed()
         # no restore of released copies: the update overwrites every one of them
         self._awake.add("weights")
         self.weights.begin()
