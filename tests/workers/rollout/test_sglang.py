@@ -187,9 +187,9 @@ def test_the_server_gives_its_memory_back(engine: Any) -> None:
 def remote(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, Any]]:
     """A server for training that nobody's worker started."""
     directory = tmp_path_factory.mktemp("remote")
-    model.config.save_pretrained(directory)
+    model.save_pretrained(directory)
     port = free_port("127.0.0.1")
-    options = [f"--model-path={directory}", "--host=127.0.0.1", f"--port={port}", "--load-format=dummy"]
+    options = [f"--model-path={directory}", "--host=127.0.0.1", f"--port={port}"]
     options += ["--device=cpu", "--dtype=float32", "--attention-backend=torch_native", "--max-total-tokens=2048"]
     process = subprocess.Popen(
         [sys.executable, "-m", "verl.workers.rollout.sglang_server", *options, "--disable-overlap-schedule"],
