@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from verl.config import Config, PPOConfig, PreferenceConfig, SFTConfig  # noqa: E402
+from verl.config.generation import EvalConfig, GenerationConfig  # noqa: E402
 from verl.config.keys import ALIASES, ANY, UNSUPPORTED  # noqa: E402
 from verl.config.schema import Key, keys_of  # noqa: E402
 
@@ -27,6 +28,8 @@ ROOTS: tuple[tuple[str, type[Config], str], ...] = (
         PreferenceConfig,
         "`python -m verl.trainer.main_preference key=value ...` (or `verl preference`)",
     ),
+    ("Generation", GenerationConfig, "`python -m verl.trainer.main_generation key=value ...` (or `verl generate`)"),
+    ("Evaluation", EvalConfig, "`python -m verl.trainer.main_eval key=value ...` (or `verl eval`)"),
 )
 
 

@@ -24,8 +24,10 @@ COMMANDS = {
     "train": Command("verl.trainer.main_ppo", "reinforcement learning: PPO, GRPO and their relatives"),
     "sft": Command("verl.trainer.main_sft", "supervised fine-tuning"),
     "preference": Command("verl.trainer.main_preference", "training on pairs of answers: DPO, reward models"),
-    "merge": Command("verl.model_merger", "make a Hugging Face directory of a checkpoint, or compare with one"),
     "explain": Command("verl.trainer.main_explain", "what a run would need: explain memory key=value ..."),
+    "generate": Command("verl.trainer.main_generation", "answer every prompt of a data set"),
+    "eval": Command("verl.trainer.main_eval", "score generated responses: means and pass@k with confidence intervals"),
+    "merge": Command("verl.model_merger", "make a Hugging Face directory of a checkpoint, or compare with one"),
     "selftest": Command("verl.selftest.main", "check on this machine that numbers do not depend on how work is cut"),
 }
 

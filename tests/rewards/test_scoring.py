@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -121,8 +122,6 @@ def test_thread_scorer_stops_a_busy_loop_and_goes_on(code: str) -> None:
     assert "no score within 0.5 s" in outcomes[1].message
     assert time.monotonic() - started < 20
     deadline = time.monotonic() + 20
-    import threading
-
     # the looping thread is gone; the one that sleeps in C stays until its call returns
     while sum(t.name == "verl-reward" for t in threading.enumerate()) > 1 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -132,10 +131,19 @@ def test_thread_scorer_stops_a_busy_loop_and_goes_on(code: str) -> None:
 def test_without_time_limit_the_function_runs_in_the_calling_thread(code: str) -> None:
     scorer = ThreadScorer(ScoreFunction.from_file(code, "score"), ScoringOptions(timeout_s=None))
     assert scorer.score([call("signal")])[0].score == 5.0  # signals need the main thread
+
+
+def test_a_function_that_uses_signals_runs_in_the_main_thread_and_limits_its_own_time(code: str) -> None:
     limited = ThreadScorer(ScoreFunction.from_file(code, "score"), ScoringOptions(timeout_s=5))
-    outcome = limited.score([call("signal")])[0]
-    assert outcome.kind is OutcomeKind.ERROR
-    assert "reward.num_workers" in outcome.message
+    for _ in range(2):
+        assert [outcome.score for outcome in limited.score([call("1"), call("signal")])] == [1.0, 5.0]
+    found: list[RewardOutcome] = []
+    elsewhere = ThreadScorer(ScoreFunction.from_file(code, "score"), ScoringOptions(timeout_s=5))
+    thread = threading.Thread(target=lambda: found.extend(elsewhere.score([call("signal")])))
+    thread.start()
+    thread.join(timeout=60)
+    assert found[0].kind is OutcomeKind.ERROR
+    assert "reward.num_workers" in found[0].message
 
 
 def test_process_scorer(code: str) -> None:
@@ -215,3 +223,4 @@ def test_signature_is_checked_at_start() -> None:
     ScoreFunction(lambda data_source, solution_str, ground_truth, extra_info=None: 1.0).check_signature()
     with pytest.raises(ConfigError, match="bonus"):
         ScoreFunction(lambda data_source, solution_str, ground_truth, extra_info: 1, {"bonus": 1}).check_signature()
+

@@ -132,7 +132,7 @@ def main(schema: type[R], config_name: str) -> Callable[[Callable[[R], Any]], Ca
 
 
 def help_text(schema: type[Config], config_name: str) -> str:
-    """Return what ``--help`` prints: usage, flags and every key with its default and its help."""
+    """Return what ``--help`` prints: usage, an example, and every key with its default and its help."""
     lines = [
         f"{(schema.__doc__ or '').strip().splitlines()[0]}",
         "",
@@ -140,6 +140,7 @@ def help_text(schema: type[Config], config_name: str) -> str:
         f"       (NAME defaults to {config_name}; --cfg job prints the whole configuration as YAML; "
         "--package SECTION only that section)",
         "",
+        *(["example:", f"  {example}", ""] if (example := getattr(schema, "EXAMPLE", "")) else []),
         "keys and defaults:",
     ]
     for key in keys_of(schema).values():

@@ -110,6 +110,13 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         **OPTIM_ALIASES,
         **_MODEL_LORA_ALIASES,
     },
+    "GenerationConfig": {
+        "rollout.n": "data.n_samples",
+        "rollout.prompt_length": "data.max_prompt_length",
+        "rollout.response_length": "data.max_response_length",
+        **_MODEL_LORA_ALIASES,
+    },
+    "EvalConfig": {"custom_reward_function": "reward.custom_reward_function"},
     "PreferenceConfig": {**PREFERENCE_ALIASES, **OPTIM_ALIASES, **_MODEL_LORA_ALIASES},
 }
 

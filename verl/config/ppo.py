@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.config.actor import ActorConfig, ActorRolloutRefConfig
 from verl.config.algorithm import (
@@ -50,6 +50,11 @@ class RayKwargsConfig(Config):
 @dataclass
 class PPOConfig(Config):
     """Everything that ``python -m verl.trainer.main_ppo`` reads."""
+
+    EXAMPLE: ClassVar[str] = (
+        "verl train data.train_files=train.parquet data.train_batch_size=64 actor_rollout_ref.model.path=model "
+        "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 trainer.n_gpus_per_node=1"
+    )
 
     data: DataConfig = section(DataConfig, "Prompts for training and validation.")
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig, "Policy, generation and reference.")

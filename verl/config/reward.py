@@ -56,15 +56,13 @@ class SandboxConfig(Config):
 
 
 @dataclass
-class RewardConfig(Config):
-    """How responses are scored by functions."""
+class ScoringConfig(Config):
+    """How a function scores responses."""
 
     custom_reward_function: CustomRewardFunctionConfig = section(
         CustomRewardFunctionConfig, "A reward function in a file of the user."
     )
-    reward_manager: RewardManagerConfig = section(RewardManagerConfig, "Which reward manager.")
     sandbox: SandboxConfig = section(SandboxConfig, "Where and how the programs that a policy writes are tested.")
-    reward_kwargs: dict[str, Any] = opt({}, "Keyword arguments of the reward manager's constructor.")
     num_workers: int = opt(1, "Processes that score responses; 1 = in the controller.", ge=1)
     max_concurrent: int | None = opt(
         None,
@@ -72,7 +70,11 @@ class RewardConfig(Config):
         ge=1,
     )
     max_rpm: float | None = opt(None, "Calls of the reward function started per minute, evenly spaced.", gt=0)
-    timeout_s: float | None = opt(None, "Time limit of one call of the reward function, in seconds.", gt=0)
+    timeout_s: float | None = opt(
+        300.0,
+        "Time limit of one call of the reward function, in seconds; null = none, so that a call may hang the run.",
+        gt=0,
+    )
     max_retries: int = opt(
         0, "Further calls after an error or a time-out, before on_error or on_timeout applies.", ge=0
     )
@@ -101,6 +103,14 @@ class RewardConfig(Config):
     max_failed_fraction: float = opt(
         0.5, "Part of a batch whose scoring may fail before the run stops, whatever on_error says.", ge=0, le=1
     )
+
+
+@dataclass
+class RewardConfig(ScoringConfig):
+    """How responses are scored by functions."""
+
+    reward_manager: RewardManagerConfig = section(RewardManagerConfig, "Which reward manager.")
+    reward_kwargs: dict[str, Any] = opt({}, "Keyword arguments of the reward manager's constructor.")
 
 
 @dataclass

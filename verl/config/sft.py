@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.config.actor import strategy_problems
 from verl.config.base import Config, MicroBatch, opt, section
@@ -174,6 +174,10 @@ class FineTuningConfig(Config):
 @dataclass
 class SFTConfig(FineTuningConfig):
     """Everything that supervised fine-tuning reads."""
+
+    EXAMPLE: ClassVar[str] = (
+        "verl sft data.train_files=demonstrations.parquet data.train_batch_size=64 model.path=model"
+    )
 
     data: SFTDataConfig = section(SFTDataConfig, "Examples for training and validation.")
 

@@ -17,10 +17,11 @@ from verl.rewards.sandbox.local import LocalSandbox
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from verl.config import PPOConfig, RewardConfig
+    from verl.config import PPOConfig
+    from verl.config.reward import ScoringConfig
 
 
-def load_reward_function(config: RewardConfig) -> ScoreFunction | None:
+def load_reward_function(config: ScoringConfig) -> ScoreFunction | None:
     """The function of ``custom_reward_function.{path,name,reward_kwargs}``, or ``None`` if no path is given.
 
     Raises:
@@ -30,6 +31,13 @@ def load_reward_function(config: RewardConfig) -> ScoreFunction | None:
     if not custom.path:
         return None
     return ScoreFunction.from_file(custom.path, custom.name, custom.reward_kwargs)
+
+
+def configured_function(config: ScoringConfig) -> ScoreFunction:
+    """The user's function, or the built-in one that chooses by data source."""
+    return load_reward_function(config) or ScoreFunction(
+        default_compute_score, {"sandbox": dataclasses.asdict(config.sandbox)}
+    )
 
 
 def load_reward_manager(
@@ -55,9 +63,7 @@ def load_reward_manager(
     kwargs: dict[str, Any] = {**reward.reward_kwargs, **reward_kwargs}
     if isinstance(cls, type) and issubclass(cls, RewardManager):
         kwargs["scoring"] = scoring_options(reward)
-    function = load_reward_function(reward) or ScoreFunction(
-        default_compute_score, {"sandbox": dataclasses.asdict(reward.sandbox)}
-    )
+    function = configured_function(reward)
     if not reward.custom_reward_function.path and reward.sandbox.isolation != "auto" and not reward.sandbox.url:
         LocalSandbox(isolation=reward.sandbox.isolation).close()  # what the kernel refuses is said now
     arguments = {
@@ -77,7 +83,7 @@ def load_reward_manager(
         ) from error
 
 
-def scoring_options(reward: RewardConfig) -> ScoringOptions:
+def scoring_options(reward: ScoringConfig) -> ScoringOptions:
     """Time limit, processes, retries and consequences from the ``reward`` section."""
     return ScoringOptions(
         timeout_s=reward.timeout_s,

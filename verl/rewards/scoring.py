@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 Call = Mapping[str, Any]
 
+#: what Python says to a function that uses signals in another thread
+NEEDS_MAIN_THREAD = "signal only works in main thread"
+
 
 class Scorer(ABC):
     """Scores samples with one function.
@@ -102,7 +105,7 @@ def call_function(function: ScoreFunction, call: Call) -> RewardOutcome:
 def error_outcome(error: BaseException) -> RewardOutcome:
     """An exception as an outcome; configuration errors concern every sample and are fatal."""
     text = "".join(traceback.format_exception(error))
-    if "signal only works in main thread" in str(error):
+    if NEEDS_MAIN_THREAD in str(error):
         text += "The function uses signals, which need a process of its own: set reward.num_workers to 2 or more.\n"
     return RewardOutcome.error(text, fatal=isinstance(error, ConfigError))
 
@@ -163,12 +166,19 @@ class _ThreadRun:
 
 
 class ThreadScorer(Scorer):
-    """One sample after the other in this process; without a time limit in the calling thread."""
+    """One sample after the other in this process; without a time limit in the calling thread.
+
+    A function that uses signals, which only the main thread may, runs in the calling thread too: such a function limits
+    its own time.
+    """
+
+    _uses_signals = False
 
     def score_once(self, calls: Sequence[Call]) -> list[RewardOutcome]:
         results: list[Any] = [None] * len(calls)
         begin = 0
-        if self.timeout_s is None:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if self.timeout_s is None or (self._uses_signals and in_main_thread):
             for index, call in enumerate(calls):
                 time.sleep(self.limiter.reserve())
                 results[index] = call_function(self.function, call)
@@ -179,4 +189,10 @@ class ThreadScorer(Scorer):
                 break
             results[run.index] = RewardOutcome.timeout(self.timeout_s)
             begin = run.index + 1
+        if in_main_thread and any(NEEDS_MAIN_THREAD in outcome.message for outcome in results):
+            logger.info(
+                "%r uses signals: it runs in the main thread, where reward.timeout_s does not reach", self.function
+            )
+            self._uses_signals = True
+            return self.score_once(calls)
         return results
