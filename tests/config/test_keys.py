@@ -9,6 +9,7 @@ import pytest
 from verl.config import PPOConfig, PreferenceConfig, SFTConfig, load_config
 from verl.config.algorithm import ADV_ESTIMATORS, NEEDS_GROUPS, NEEDS_VALUES, POLICY_LOSSES
 from verl.config.base import Config
+from verl.config.generation import EvalConfig, GenerationConfig
 from verl.config.keys import ALIASES, UNSUPPORTED, Unsupported, find_unsupported, resolve_alias
 from verl.config.load import _free_parent
 from verl.config.schema import keys_of, nearest
@@ -20,6 +21,8 @@ ROOTS: dict[str, type[Config]] = {
     "PPOConfig": PPOConfig,
     "SFTConfig": SFTConfig,
     "PreferenceConfig": PreferenceConfig,
+    "GenerationConfig": GenerationConfig,
+    "EvalConfig": EvalConfig,
 }
 
 

@@ -223,4 +223,3 @@ def test_signature_is_checked_at_start() -> None:
     ScoreFunction(lambda data_source, solution_str, ground_truth, extra_info=None: 1.0).check_signature()
     with pytest.raises(ConfigError, match="bonus"):
         ScoreFunction(lambda data_source, solution_str, ground_truth, extra_info: 1, {"bonus": 1}).check_signature()
-
