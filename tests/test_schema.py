@@ -64,9 +64,9 @@ def test_every_field_of_a_stage_is_in_the_table():
 def test_missing_fields_name_their_makers():
     batch = full_batch()
     batch.pop(batch_keys=["old_log_probs", "advantages"])
-    assert problems_of(batch, "update_actor") == [
-        "'old_log_probs' (B, R) is missing; it is made by: actor",
+    assert problems_of(batch, "update_actor", require=["old_log_probs"]) == [
         "'advantages' (B, R) is missing; it is made by: estimator",
+        "'old_log_probs' (B, R) is missing; it is made by: actor",
     ]
 
 

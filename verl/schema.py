@@ -199,7 +199,7 @@ STAGES: Mapping[str, tuple[str, ...]] = {
     "log_prob": _LOSS,
     "values": _LOSS,
     "advantage": ("token_level_rewards", "response_mask"),
-    "update_actor": (*_LOSS, "old_log_probs", "advantages"),
+    "update_actor": (*_LOSS, "advantages"),
     "update_critic": (*_LOSS, "values", "returns"),
     "process_rewards": (*_LOSS, "rm_ref_log_prob"),
     "update_reward_model": (*_LOSS, "rm_ref_log_prob", "outcomes"),

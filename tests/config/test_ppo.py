@@ -84,6 +84,20 @@ def test_the_smallest_command_line(ppo):
             f"{ARR}.actor.fsdp_config.ulysses_sequence_parallel_size=2: shares the tokens of packed rows, so it needs "
             f"{ARR}.model.use_remove_padding=True",
         ),
+        (
+            [*GRPO, f"{ARR}.actor.skip_old_log_prob=True"],
+            f"{ARR}.actor.skip_old_log_prob=True: only the first update of a step runs on the policy that sampled; "
+            "with ppo_epochs=1 and ppo_mini_batch_size=4 of data.train_batch_size=8 there are more, so leave it out",
+        ),
+        (
+            [
+                f"{ARR}.actor.skip_old_log_prob=True",
+                f"{ARR}.actor.ppo_mini_batch_size=8",
+                "algorithm.use_kl_in_reward=True",
+            ],
+            f"{ARR}.actor.skip_old_log_prob=True: algorithm.use_kl_in_reward=True needs or replaces them before the "
+            "update; leave one of the two out",
+        ),
         # algorithm
         (
             ["algorithm.adv_estimator=grpo"],

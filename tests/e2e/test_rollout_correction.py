@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from verl.trainer.ppo.metrics import undocumented
+from verl.workers.engine.fsdp import FSDPEngine
 
 pytestmark = pytest.mark.e2e
 
@@ -89,15 +90,39 @@ def test_everything_rejected_changes_nothing(run_training: RunTraining) -> None:
     assert data["actor/grad_norm"] == 0
 
 
-def test_bypass_mode_recomputes_nothing(run_training: RunTraining) -> None:
+def never(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("log-probabilities were computed in a pass of their own")
+
+
+def test_bypass_mode_recomputes_nothing(run_training: RunTraining, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp32 on one engine the rollout's log-probs are the policy's, so the first step is the same to rounding."""
     normal = run_training(*LOCAL)
-    bypass = run_training(*LOCAL, f"{SECTION}.bypass_mode=True")
+    with monkeypatch.context() as patch:
+        patch.setattr(FSDPEngine, "forward", never)
+        bypass = run_training(*LOCAL, f"{SECTION}.bypass_mode=True")
     data = bypass[0]["data"]
     assert not [name for name in data if name.startswith(("rollout_corr/", "training/rollout_probs_diff"))]
     assert "timing_s/old_log_prob" in data
     for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm"):
         assert data[name] == pytest.approx(normal[0]["data"][name], rel=1e-4, abs=1e-5)
+
+
+def test_a_step_of_one_update_needs_no_pass_for_old_log_probs(
+    run_training: RunTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old policy is the policy: the same updates, on the same samples, to the last digit."""
+    whole = [*LOCAL, "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.actor.entropy_coeff=0.01"]
+    normal = run_training(*whole)
+    monkeypatch.setattr(FSDPEngine, "forward", never)
+    skipped = run_training(*whole, "actor_rollout_ref.actor.skip_old_log_prob=True")
+    lost = ("rollout_corr/", "training/rollout_probs_diff", "actor/entropy")
+    assert len(skipped) == 2
+    for expected, actual in zip(numbers(normal, *lost), numbers(skipped, "actor/entropy"), strict=True):
+        assert actual.keys() == expected.keys()
+        assert actual == pytest.approx(expected, rel=1e-6, abs=1e-7)
+    # of the update now, where it was the mean over the same tokens before it
+    entropies = [[row["data"]["actor/entropy"] for row in rows] for rows in (normal, skipped)]
+    assert entropies[0] == pytest.approx(entropies[1], rel=1e-5)
 
 
 def test_bypass_mode_rejects_and_weights_within_the_loss(run_training: RunTraining) -> None:

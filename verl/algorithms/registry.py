@@ -171,6 +171,11 @@ def prepare_loss_fields(fn: PolicyLossFn, fields: Mapping[str, Any], config: Any
     return {} if prepare is None else prepare(fields, config)
 
 
+def is_prepared(fn: PolicyLossFn) -> bool:
+    """Whether ``fn`` wants fields made from the whole batch."""
+    return fn in _PREPARE
+
+
 def fields_needed(fn: Callable[..., Any]) -> frozenset[str]:
     """Names of the batch fields without which ``fn`` cannot run.
 

@@ -148,6 +148,11 @@ class ActorConfig(Config):
         None,
         "Compute the sum of squared probabilities with the old log-probs; not given = if the estimator uses it.",
     )
+    skip_old_log_prob: bool = opt(
+        False,
+        "Take the old log-probabilities from the update itself instead of a pass of their own; where a step is one "
+        "mini-batch and one epoch they are equal.",
+    )
     entropy_coeff: float = opt(0.0, "Weight of the entropy bonus.")
     use_kl_loss: bool = opt(False, "Add the KL divergence from the reference policy to the loss.")
     kl_loss_coef: float = opt(0.001, "Weight of the KL loss.", ge=0)

@@ -221,6 +221,8 @@ class PPOConfig(Config):
                 "loss_type=reinforce with algorithm.rollout_correction.bypass_mode=True are the policy loss "
                 "bypass_mode's; leave loss_mode out"
             )
+        if actor.skip_old_log_prob:
+            yield from self._skip_problems()
         corrected = correction.bypass_mode or correction.rollout_is is not None or correction.rollout_rs is not None
         if rollout.repetition_penalty != 1.0 and not corrected:
             yield (
@@ -244,6 +246,27 @@ class PPOConfig(Config):
                 "algorithm.use_kl_in_reward=True: actor_rollout_ref.actor.use_kl_loss is True too, which would "
                 "penalise the KL divergence twice; keep one of them"
             )
+
+    def _skip_problems(self) -> Iterator[str]:
+        """Yield what needs old log-probabilities that the update does not give."""
+        actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
+        correction = algorithm.rollout_correction
+        key = "actor_rollout_ref.actor.skip_old_log_prob=True"
+        if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size != self.data.train_batch_size:
+            yield (
+                f"{key}: only the first update of a step runs on the policy that sampled; with ppo_epochs="
+                f"{actor.ppo_epochs} and ppo_mini_batch_size={actor.ppo_mini_batch_size} of data.train_batch_size="
+                f"{self.data.train_batch_size} there are more, so leave it out"
+            )
+        needs = [
+            ("algorithm.use_kl_in_reward=True", algorithm.use_kl_in_reward),
+            ("algorithm.rollout_correction.bypass_mode=True", correction.bypass_mode),
+            ("rejection or weights of algorithm.rollout_correction", correction.corrects),
+            (f"algorithm.adv_estimator={algorithm.adv_estimator!r}", algorithm.adv_estimator in USES_SUM_PI_SQUARED),
+        ]
+        for what, present in needs:
+            if present:
+                yield f"{key}: {what} needs or replaces them before the update; leave one of the two out"
 
     def _length_problems(self) -> Iterator[str]:
         data, rollout = self.data, self.actor_rollout_ref.rollout

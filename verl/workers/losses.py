@@ -128,12 +128,13 @@ class ActorLoss:
             )
         # Plug-ins compute on padding too, so it gets harmless values: exp(nan) spoils gradients even if masked later.
         log_probs = keep_masked(outputs["log_probs"], mask)
+        old_log_probs = log_probs.detach() if config.skip_old_log_prob else batch["old_log_probs"]
         found = {name: batch.get(name, None) for name in sorted(self.extra_fields)}
         extra = {name: _harmless(values, mask) for name, values in found.items() if values is not None}
         if weights is not None:
             extra["rollout_is_weights"] = keep_masked(weights, mask)
         loss, plugin_metrics = self.policy_loss(
-            keep_masked(batch["old_log_probs"], mask),
+            keep_masked(old_log_probs, mask),
             log_probs,
             keep_masked(batch["advantages"], mask),
             mask,
@@ -165,7 +166,9 @@ def actor_loss(config: ActorConfig) -> ActorLoss:
     policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
     parameters = inspect.signature(policy_loss).parameters.values()
     required, optional = loss_fields(policy_loss)
-    fields = {"response_mask", "old_log_probs", "advantages", *required}
+    fields = {"response_mask", "advantages", *required}
+    if not config.skip_old_log_prob:
+        fields.add("old_log_probs")
     if config.use_kl_loss:
         check_kl_penalty(config.kl_loss_type, sampled_tokens_only=True)
         fields.add("ref_log_prob")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl.algorithms.registry import fields_needed, get_adv_estimator_fn
+from verl.algorithms.registry import fields_needed, get_adv_estimator_fn, is_prepared
 from verl.config import PPOConfig
 from verl.errors import ConfigError
 from verl.schema import STAGES
@@ -17,7 +17,8 @@ _REMEDIES = {
     "ref_log_prob": "set actor_rollout_ref.actor.use_kl_loss=True or algorithm.use_kl_in_reward=True",
     "process_rewards": "set reward_model.enable=True and reward_model.kind=implicit",
     "state_hashes": "set actor_rollout_ref.rollout.multi_turn.enable=True",
-    "entropys": "set algorithm.rollout_correction.bypass_mode=False",
+    "entropys": "set algorithm.rollout_correction.bypass_mode=False and actor.skip_old_log_prob=False",
+    "old_log_probs": "set actor_rollout_ref.actor.skip_old_log_prob=False",
 }
 
 
@@ -33,7 +34,9 @@ def fields_made(config: PPOConfig) -> frozenset[str]:
         made.add("process_rewards")
     if config.actor_rollout_ref.rollout.agent_loop is not None:
         made.add("state_hashes")
-    if not correction.bypass_mode:
+    if config.actor_rollout_ref.actor.skip_old_log_prob:
+        made.remove("old_log_probs")
+    elif not correction.bypass_mode:
         made.add("entropys")
         made |= {"rollout_is_weights"} if correction.rollout_is is not None else set()
     return frozenset(made)
@@ -55,6 +58,11 @@ def check_algorithm(config: PPOConfig, source_fields: frozenset[str] = frozenset
     actor = config.actor_rollout_ref.actor
     loss, key = actor_loss(actor), f"actor_rollout_ref.actor.policy_loss.loss_mode={actor.policy_loss.loss_mode}"
     _check_fields(key, loss.fields - made - {"advantages", "returns"})
+    if actor.skip_old_log_prob and is_prepared(loss.policy_loss):
+        raise ConfigError(
+            f"{key}: looks at the whole batch before the update, old log-probabilities included; set "
+            "actor_rollout_ref.actor.skip_old_log_prob=False"
+        )
     correction = config.algorithm.rollout_correction
     if correction.rollout_is is not None and not correction.bypass_mode and not loss.takes_weights:
         raise ConfigError(

@@ -199,7 +199,12 @@ class RayPPOTrainer:
         return self._arranged(batch, actor.ppo_mini_batch_size, dp_size, shuffle=actor.shuffle)
 
     def old_log_probs(self, batch: DataProto) -> DataProto:
-        """``old_log_probs`` (B,R): the policy's before the update, or in bypass mode the rollout's own."""
+        """``old_log_probs`` (B,R): the policy's before the update, or in bypass mode the rollout's own.
+
+        Nothing where the update itself gives them.
+        """
+        if self.config.actor_rollout_ref.actor.skip_old_log_prob:
+            return DataProto()
         if self.config.algorithm.rollout_correction.bypass_mode:
             return DataProto.from_dict({"old_log_probs": batch.batch["rollout_log_probs"]})
         return self.actor_rollout.compute_log_prob(stage_batch(batch, "log_prob"))
@@ -207,7 +212,7 @@ class RayPPOTrainer:
     def correct_rollout(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
         """Compare policy and rollout; add ``rollout_is_weights`` and ``rollout_accepted`` (B,R) where configured."""
         config, tensors = self.config.algorithm.rollout_correction, batch.batch
-        if config.bypass_mode:
+        if config.bypass_mode or "old_log_probs" not in tensors:
             return batch
         correction = correct_rollout(
             tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], config
