@@ -25,7 +25,11 @@ class ModelConfig(Config):
     enable_gradient_checkpointing: bool = opt(
         True, "Recompute a layer's activations in the backward pass instead of keeping them."
     )
-    enable_activation_offload: bool = opt(False, "Keep checkpointed activations in host memory between the passes.")
+    enable_activation_offload: bool = opt(
+        False,
+        "Keep what the backward pass needs (with gradient checkpointing, each layer's input) in host memory between "
+        "the passes; on a CPU it is there already.",
+    )
     use_fused_kernels: bool = opt(
         False, "Recompute a chunk's logits in the backward pass: no logits are kept, at the cost of one more product."
     )

@@ -24,6 +24,7 @@ from verl.models.loading import (
     supports_packing,
 )
 from verl.models.lora import LoraSettings, adapter_layers, adapters_off, add_adapters, is_adapter_name, merged
+from verl.models.offload import offload_activations
 from verl.models.packing import RowLayout, build_layout
 from verl.models.ulysses import SequenceGroup, check_model, split_sequence
 from verl.utils.background import BackgroundTask
@@ -293,7 +294,7 @@ class FSDPEngine(TrainEngine):
 
     def _saved_activations(self) -> AbstractContextManager[Any]:
         if self.model_config.enable_activation_offload and self.device.type != "cpu":
-            return torch.autograd.graph.save_on_cpu(pin_memory=True)
+            return offload_activations(self.device)
         return nullcontext()
 
     def _reshard(self) -> None:
