@@ -221,7 +221,7 @@ def test_a_server_elsewhere_gets_weights_and_dies_loudly(remote: tuple[str, Path
         assert worst_difference(policy, prompts, generate(engine, prompts, LONG)) < 1e-5
         assert run_blocking(engine.checksums()) == run_blocking(engine.checksums(weights_of(policy)))
     too_long = RolloutConfig(name="sglang", **{**settings, "response_length": 200})
-    with pytest.raises(ConfigError, match=r"serves 128 tokens, sequences may have"):
+    with pytest.raises(ConfigError, match=r"serves \d+ tokens, sequences may have"):
         SGLangRolloutEngine(
             ModelConfig(path=str(directory), override_config={"max_position_embeddings": 512}), too_long
         )

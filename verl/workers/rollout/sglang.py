@@ -175,8 +175,8 @@ class SGLangRolloutEngine(RolloutEngine):
                 f"rollout.server_urls: the server at {self.connection.url} was not started for training; start it with "
                 f"python -m verl.workers.rollout.sglang_server ({error})"
             ) from error
-        positions = info["context_length"]
-        if positions is not None and positions < self.max_model_len:
+        positions = info.get("max_req_input_len") or info["context_length"]
+        if config.server_urls and positions is not None and positions < self.max_model_len:
             raise ConfigError(
                 f"rollout.server_urls: the server at {self.connection.url} serves {positions} tokens, sequences may "
                 f"have {self.max_model_len}; start it with a larger --context-length"
