@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -28,6 +29,7 @@ from transformers.utils import logging as hf_logging
 
 from verl.errors import ConfigError
 from verl.models.attention import IMPLEMENTATION
+from verl.models.sliced import DeferredWeights, build_deferred
 from verl.utils.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -173,7 +175,11 @@ def has_dropout(config: PreTrainedConfig) -> bool:
 
 
 def load_causal_lm(
-    model_config: ModelConfig, *, dtype: torch.dtype = torch.float32, hf_config: PreTrainedConfig | None = None
+    model_config: ModelConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    hf_config: PreTrainedConfig | None = None,
+    deferred: DeferredWeights | None = None,
 ) -> PreTrainedModel:
     """Load a causal language model on CPU.
 
@@ -181,12 +187,20 @@ def load_causal_lm(
         model_config: see :func:`load_hf_config`.
         dtype: of the parameters.
         hf_config: the config to use instead of the stored one.
+        deferred: filled with where parameters are, where they need not be read now: the model then has none of their
+            memory until ``deferred.materialise``. Stays empty where they are read.
     """
-    return _from_pretrained(AutoModelForCausalLM, model_config, dtype, hf_config or load_hf_config(model_config))
+    config = hf_config or load_hf_config(model_config)
+    model, _ = _from_pretrained(AutoModelForCausalLM, model_config, dtype, config, deferred=deferred)
+    return model
 
 
 def load_value_model(
-    model_config: ModelConfig, *, dtype: torch.dtype = torch.float32, hf_config: PreTrainedConfig | None = None
+    model_config: ModelConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    hf_config: PreTrainedConfig | None = None,
+    deferred: DeferredWeights | None = None,
 ) -> PreTrainedModel:
     """Load a critic: a backbone with a linear head of one output, in Transformers' token-classification form.
 
@@ -196,8 +210,10 @@ def load_value_model(
     config = hf_config or load_hf_config(model_config)
     config.num_labels = 1
     config.classifier_dropout = 0.0  # a dropped value would make the old and new values of one state differ
-    model, missing = _from_pretrained(model_class("value", config), model_config, dtype, config, report=True)
-    if missing:
+    model, missing = _from_pretrained(
+        model_class("value", config), model_config, dtype, config, head=True, deferred=deferred
+    )
+    if missing and not deferred:  # deferred ones begin at 0
         with torch.no_grad():
             for parameter in model.score.parameters():
                 parameter.zero_()
@@ -205,7 +221,11 @@ def load_value_model(
 
 
 def load_classifier(
-    model_config: ModelConfig, *, dtype: torch.dtype = torch.float32, hf_config: PreTrainedConfig | None = None
+    model_config: ModelConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    hf_config: PreTrainedConfig | None = None,
+    deferred: DeferredWeights | None = None,
 ) -> PreTrainedModel:
     """Load a reward model (sequence classification).
 
@@ -215,7 +235,9 @@ def load_classifier(
     config = hf_config or load_hf_config(model_config)
     if not any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
         config.num_labels = 1
-    model, missing = _from_pretrained(AutoModelForSequenceClassification, model_config, dtype, config, report=True)
+    model, missing = _from_pretrained(
+        AutoModelForSequenceClassification, model_config, dtype, config, head=True, deferred=deferred
+    )
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
         raise ConfigError(f"{type(model).__name__} has no linear head named 'score'; use a decoder-style reward model")
     if missing:
@@ -223,8 +245,9 @@ def load_classifier(
             "%s has no trained score head; it starts at zero and every score is 0 until it is trained",
             model_config.path,
         )
-        with torch.no_grad():
-            model.score.weight.zero_()
+        if not deferred:
+            with torch.no_grad():
+                model.score.weight.zero_()
     return model
 
 
@@ -281,28 +304,41 @@ def _from_pretrained(
     dtype: torch.dtype,
     config: PreTrainedConfig,
     *,
-    report: bool = False,
-) -> Any:
-    """Load, and insist that every parameter comes from the files; with ``report`` the head may be missing."""
+    head: bool = False,
+    deferred: DeferredWeights | None = None,
+) -> tuple[Any, list[str]]:
+    """Load, and insist that every parameter comes from the files; with ``head`` that may be missing.
+
+    Returns:
+        The model and the names of missing parameters.
+    """
     directory = resolve_model_dir(model_config.path, use_shm=model_config.use_shm)
     import_external_lib(model_config.external_lib)
     try:
         with quiet_transformers():  # missing heads are this module's own business, and every rank would draw a bar
-            model, info = model_class.from_pretrained(
-                directory,
-                config=config,
-                dtype=dtype,
-                attn_implementation=config._attn_implementation,
-                trust_remote_code=model_config.trust_remote_code,
-                output_loading_info=True,
-            )
-    except (OSError, ValueError) as error:
+            built = None
+            if deferred is not None:
+                built = build_deferred(
+                    model_class, directory, config, dtype, trust_remote_code=model_config.trust_remote_code
+                )
+            if built is not None and deferred is not None:
+                model, deferred.places, missing = built
+            else:
+                model, info = model_class.from_pretrained(
+                    directory,
+                    config=config,
+                    dtype=dtype,
+                    attn_implementation=config._attn_implementation,
+                    trust_remote_code=model_config.trust_remote_code,
+                    output_loading_info=True,
+                )
+                missing = sorted(info["missing_keys"])
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"cannot load a model from {directory}: {error}") from error
-    missing = sorted(info["missing_keys"])
-    lacking = [name for name in missing if not (report and name.startswith("score."))]
+    lacking = [name for name in missing if not (head and name.startswith("score."))]
     if lacking:
         raise ConfigError(
             f"{directory} lacks {len(lacking)} of the parameters of {type(model).__name__}, first {lacking[0]!r}; "
             "the files do not belong to this model type"
         )
-    return (model, missing) if report else model
+    return model, missing

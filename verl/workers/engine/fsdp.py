@@ -26,6 +26,7 @@ from verl.models.loading import (
 from verl.models.lora import LoraSettings, adapter_layers, adapters_off, add_adapters, is_adapter_name, merged
 from verl.models.offload import offload_activations
 from verl.models.packing import RowLayout, build_layout
+from verl.models.sliced import DeferredWeights
 from verl.models.ulysses import SequenceGroup, check_model, split_sequence
 from verl.utils.background import BackgroundTask
 from verl.utils.device import device_memory_stats, empty_cache, get_torch_device
@@ -105,7 +106,10 @@ class FSDPEngine(TrainEngine):
     # ---- construction -------------------------------------------------------------------------------------------
 
     def build(self) -> None:
-        """Load, shard, make the optimizer. Every rank reads the model directory itself: no rank waits for another."""
+        """Load, shard, make the optimizer. Every rank reads the model directory itself: no rank waits for another.
+
+        On several ranks parameters get memory when they are sharded, and each rank reads its slices of the files.
+        """
         world = get_world_size()
         if world > 1:
             self.device = init_process_group(self._device_kind())
@@ -122,8 +126,14 @@ class FSDPEngine(TrainEngine):
         if self._sequence is not None:
             check_model(config, self._sequence.size, packed=self.packed)
         self.share_prompts = not has_dropout(config)
-        hf_model = LOADERS[self.head](self.model_config, dtype=self.precision.master, hf_config=config)
         self.lora = LoraSettings.of(self.model_config)
+        deferred = DeferredWeights()  # adapters are made from the values of what they adapt
+        hf_model = LOADERS[self.head](
+            self.model_config,
+            dtype=self.precision.master,
+            hf_config=config,
+            deferred=deferred if world > 1 and self.lora is None else None,
+        )
         if self.lora is not None:
             add_adapters(hf_model, self.lora, self.seed)
         if self.optim_config is None:
@@ -146,6 +156,9 @@ class FSDPEngine(TrainEngine):
             self._fsdp = shard_model(
                 self.module, mesh, self.fsdp_config, self.precision, self.device, self.shard_placement
             )
+            if deferred:
+                target = torch.device("cpu") if self.fsdp_config.offload_policy else self.device
+                deferred.materialise(self.module, self.hf_tensors, target)
             if mesh["fsdp"].size() > 1:
                 self._shard_group = mesh["fsdp"].get_group()
         else:
