@@ -8,7 +8,8 @@ a time, the others stay at the base case.
                                      [--steps 8] [--plot scale.png]
 
 Prints a table, and as last line JSON: for every case the median milliseconds of a step and of its phases, the
-best step (what to go by on a busy machine), the controller's CPU-milliseconds, and the bytes that went to the workers.
+best step, the CPU-milliseconds of the controller and of all workers (what to go by on a busy machine), and the bytes
+that went to the workers.
 The base case (64 prompts x 8, 256 tokens, 2 ranks) is the overhead of a step of 512 samples.
 """
 
@@ -68,18 +69,19 @@ class Instant(Worker):
 
     def __init__(self, response_length: int) -> None:
         self.response_length = response_length
+        self.made: tuple[torch.Tensor, torch.Tensor] | None = None
         for mesh in ("actor", "rollout", "ref"):
             self._register_dispatch_collect_info(mesh, dp_rank=self.rank, is_collect=True)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Random responses of random lengths."""
-        generator = torch.Generator().manual_seed(int(prompts.batch["sample_index"][0]))
+        """Random responses of random lengths, the same every time: making them is not what is measured."""
         ids, present = prompts.batch["input_ids"], prompts.batch["attention_mask"]
         rows, width = len(ids), self.response_length
-        lengths = torch.randint(1, width + 1, (rows, 1), generator=generator)
-        mask = (torch.arange(width) < lengths).long()
-        responses = torch.randint(1, 150_000, (rows, width), generator=generator) * mask
+        if self.made is None:
+            mask = (torch.arange(width) < torch.randint(1, width + 1, (rows, 1))).long()
+            self.made = mask, torch.randint(1, 150_000, (rows, width)) * mask
+        mask, responses = self.made
         attention = torch.cat([present, mask], 1)
         tensors = {
             "prompts": ids,
@@ -108,6 +110,11 @@ class Instant(Worker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), auto_padding=False, reuse_fields=True)
     def update_actor(self, data: DataProto) -> MetricSet:
         return MetricSet({"actor/rows": mmean(float(len(data)), 1.0)})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def cpu_seconds(self) -> float:
+        """CPU time of this process so far."""
+        return time.process_time()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> dict[str, float]:
@@ -193,6 +200,7 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
     trainer = RayPPOTrainer(
         config=config,
         actor_rollout=group,
+        rollout=group,
         source=SyncSource(Prompts(case), group, case.n, score),
         tracker=tracker,  # type: ignore[arg-type]
         checkpoints=NoCheckpoints(),  # type: ignore[arg-type]
@@ -202,10 +210,12 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
         ref=group,
     )
     trainer.fit()
-    sent, reused, cpu = group.traffic.sent_bytes, group.traffic.reused_bytes, time.process_time()
+    sent, reused = group.traffic.sent_bytes, group.traffic.reused_bytes
+    workers, cpu = sum(group.cpu_seconds()), time.process_time()
     trainer.total_steps = total
     trainer.fit()
     cpu = time.process_time() - cpu
+    workers = sum(group.cpu_seconds()) - workers
     seconds = np.diff(tracker.times)[WARM_UP:]  # with what is outside the timer: the step's metrics
     result = {
         **asdict(case),
@@ -213,6 +223,7 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
         "step_ms": round(1e3 * float(np.median(seconds)), 2),
         "best_step_ms": round(1e3 * float(seconds.min()), 2),
         "controller_cpu_ms": round(1e3 * cpu / steps, 2),
+        "workers_cpu_ms": round(1e3 * workers / steps, 2),
         "sent_mb": round((group.traffic.sent_bytes - sent) / steps / 1e6, 3),
         "reused_mb": round((group.traffic.reused_bytes - reused) / steps / 1e6, 3),
     }
@@ -291,6 +302,7 @@ def main() -> None:
                 "overhead_ms_at_512_samples": whole["step_ms"],
                 "best_overhead_ms_at_512_samples": whole["best_step_ms"],
                 "controller_cpu_ms_at_512_samples": whole["controller_cpu_ms"],
+                "workers_cpu_ms_at_512_samples": whole["workers_cpu_ms"],
                 "cases": list(done.values()),
             }
         )
