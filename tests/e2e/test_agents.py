@@ -107,3 +107,21 @@ def test_wrong_settings_are_told_before_anything_starts(run_training: Run, agent
         run_training(*agents, f"{R}.agent.default_agent_loop=tool_agnet")
     with pytest.raises(ConfigError, match=r"tool_config_path=none.yaml: .*does not exist|missing"):
         run_training(*agents, f"{R}.multi_turn.tool_config_path=none.yaml")
+
+
+def test_agent_loops_on_servers_make_the_trajectories_that_those_in_the_workers_make(
+    run_training: Run, agents: list[str], tmp_path: Path
+) -> None:
+    cut = [*agents, "trainer.total_training_steps=1"]
+    run_training(*cut, f"trainer.rollout_data_dir={tmp_path}/sync")
+    served = [f"{R}.mode=async", f"{R}.num_replicas=2", f"{R}.agent.num_workers=2"]
+    (row,) = run_training(*cut, *served, f"trainer.rollout_data_dir={tmp_path}/async")
+    assert row["data"]["training/rollout_probs_diff_max"] < 1e-4
+    assert row["data"]["agent/aborted_fraction"] == 0.0
+    expected, got = (
+        [json.loads(line)["output"] for line in (tmp_path / kind / "1.jsonl").read_text().splitlines()]
+        for kind in ("sync", "async")
+    )
+    assert got == expected
+    traces = [json.loads(line) for file in (tmp_path / "traces").glob("agents*.jsonl") for line in file.open()]
+    assert len({trace["session"] for trace in traces}) == 16

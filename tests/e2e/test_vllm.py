@@ -64,3 +64,18 @@ def test_two_ranks_on_ray(parallel: int, train: Callable[..., list[dict[str, Any
     assert len(rows) == 2
     for row in rows:
         assert row["data"]["training/rollout_probs_diff_max"] < 1e-4
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_servers(parallel: int, train: Callable[..., list[dict[str, Any]]]) -> None:
+    rows = train(
+        "trainer.n_gpus_per_node=2",
+        "trainer.total_training_steps=2",
+        "actor_rollout_ref.rollout.mode=async",
+        "actor_rollout_ref.rollout.update_weights_bucket_megabytes=1",
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}",
+    )
+    assert [row["data"]["weight_sync/version"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["data"]["training/rollout_probs_diff_max"] < 1e-4
+        assert row["data"]["actor/grad_norm"] > 0

@@ -298,8 +298,6 @@ class RolloutConfig(Config):
             if changed:
                 yield f"{', '.join(changed)}: for servers, and mode='sync' has none; leave out, or set mode=async"
             return
-        if self.agent_loop is not None:
-            yield "mode='async': agent loops run inside the training workers in this version; use mode=sync"
         if (weights.backend == "disk") != (weights.directory is not None):
             yield (
                 f"checkpoint_engine.directory={weights.directory!r}: backend={weights.backend!r}; a directory is for "

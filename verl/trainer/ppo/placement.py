@@ -186,7 +186,7 @@ def _servers(config: PPOConfig, device: str, trainers: WorkerGroup, pool: Any) -
     """Rollout servers in the places of the training workers."""
     import ray
 
-    from verl.trainer.ppo.servers import ServerRollout
+    from verl.trainer.ppo.servers import AgentLoopPool, ServerRollout
     from verl.workers.rollout.group import ReplicaGroup
     from verl.workers.rollout.server import ServerSpec
 
@@ -211,6 +211,15 @@ def _servers(config: PPOConfig, device: str, trainers: WorkerGroup, pool: Any) -
         max_restarts=limits.max_restarts,
         start_timeout_s=limits.max_start_wait_time,
     )
+    agents = None
+    if rollout.agent_loop is not None:
+        agents = AgentLoopPool(
+            section.model,
+            rollout,
+            template_kwargs=config.data.apply_chat_template_kwargs,
+            seed=config.trainer.seed,
+            environment=worker_env(config, device),
+        )
     return ServerRollout(
         group,
         places,
@@ -220,6 +229,7 @@ def _servers(config: PPOConfig, device: str, trainers: WorkerGroup, pool: Any) -
         host=ray.util.get_node_ip_address(),
         device=device,
         timeout_s=section.nccl_timeout,
+        agents=agents,
     )
 
 

@@ -8,13 +8,18 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import ray
 import torch.distributed as dist
 
-from verl.config import RolloutConfig
+from verl import envs
+from verl.agent_loop.worker import AgentLoopWorker
+from verl.config import ModelConfig, RolloutConfig
 from verl.protocol import DataProto
 from verl.single_controller.base import WorkerGroup
 from verl.utils.fs import ensure_writable_dir
+from verl.utils.transport import pack
 from verl.workers.rollout.base import run_blocking
 from verl.workers.rollout.batch import batch_from_completions, requests_from_batch
 from verl.workers.rollout.client import RolloutClient
@@ -29,6 +34,58 @@ _GRACE_S = 30.0
 _PURPOSE = "directory for weights (rollout.checkpoint_engine.directory)"
 
 
+class AgentLoopPool:
+    """Processes that run agent loops.
+
+    They start when there are rows for them, at most ``rollout.agent.num_workers``.
+
+    Args:
+        model, rollout: sections of the configuration.
+        template_kwargs: ``data.apply_chat_template_kwargs``.
+        seed: seed of the run.
+        environment: environment variables that each process starts with.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        *,
+        template_kwargs: Mapping[str, Any],
+        seed: int,
+        environment: Mapping[str, str],
+    ) -> None:
+        self.rollout = rollout
+        self._arguments = {"model": model, "rollout": rollout, "template_kwargs": dict(template_kwargs), "seed": seed}
+        self._env_vars = {**envs.set_in_environment(), **environment}
+        self._workers: list[Any] = []
+
+    def run(self, prompts: DataProto, client: RolloutClient, *, pad_token_id: int) -> DataProto:
+        """One trajectory for each row, rows in the order given."""
+        count = min(self.rollout.agent.num_workers, len(prompts))
+        while len(self._workers) < count:
+            self._workers.append(self._start(len(self._workers)))
+        size, more = divmod(len(prompts), count)
+        calls: dict[Any, str] = {}
+        begin = 0
+        for number, worker in enumerate(self._workers[:count]):
+            end = begin + size + (number < more)
+            part = pack(prompts.slice(begin, end))
+            calls[worker.run.remote(part, client, pad_token_id=pad_token_id)] = f"agent loops of process {number}"
+            begin = end
+        return DataProto.concat(wait_for(calls, None))
+
+    def _start(self, number: int) -> Any:
+        options = {"num_cpus": 0, "runtime_env": {"env_vars": self._env_vars}}
+        return ray.remote(AgentLoopWorker).options(**options).remote(name=f"agents{number}", **self._arguments)
+
+    def shutdown(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            ray.kill(worker)
+        self._workers.clear()
+
+
 class ServerRollout:
     """Answers batches with rollout servers and keeps their weights up to date.
 
@@ -41,6 +98,7 @@ class ServerRollout:
         host: address under which the servers reach this process.
         device: ``"cpu"`` or ``"cuda"``.
         timeout_s: longest wait of one side of a hand-over for the other.
+        agents: runs agent loops on the servers; None: every prompt gets one response.
     """
 
     def __init__(
@@ -54,7 +112,9 @@ class ServerRollout:
         host: str,
         device: str,
         timeout_s: float,
+        agents: AgentLoopPool | None = None,
     ) -> None:
+        self.agents = agents
         self.group = group
         self.slots = slots
         self.trainers = trainers
@@ -80,12 +140,15 @@ class ServerRollout:
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Sample one response per row; see :meth:`ActorRolloutRefWorker.generate_sequences`."""
         meta, config = prompts.meta_info, self.config
+        pad = self.group.replicas[0].infos[0].pad_token_id
+        if self.agents is not None:
+            with self.serving() as client:
+                return self.agents.run(prompts, client, pad_token_id=pad)
         requests = requests_from_batch(
             prompts, config, seed=self.seed, step=meta["step"], validate=meta.get("validate", False)
         )
-        with self.serving():
-            completions = run_blocking(self.client.generate_many(requests))
-        pad = self.group.live[0].infos[0].pad_token_id
+        with self.serving() as client:
+            completions = run_blocking(client.generate_many(requests))
         return batch_from_completions(prompts, completions, config.response_length, pad)
 
     def sync_weights(self, version: int) -> dict[str, float]:
@@ -118,7 +181,9 @@ class ServerRollout:
                 self.group.call("sleep")
 
     def shutdown(self) -> None:
-        """End the servers."""
+        """End the servers, and what runs agent loops on them."""
+        if self.agents is not None:
+            self.agents.shutdown()
         self.group.shutdown()
         self._remove_directory()
 

@@ -224,22 +224,23 @@ class ReplicaGroup:
         return ("new" if answer.state == "new" else "up"), ""
 
 
-def wait_for(calls: Mapping[Any, str], timeout_s: float) -> list[Any]:
+def wait_for(calls: Mapping[Any, str], timeout_s: float | None) -> list[Any]:
     """Results of remote calls, as soon as all are there or one has failed.
 
     Args:
         calls: reference -> what it is, for messages.
-        timeout_s: longest wait.
+        timeout_s: longest wait; None waits for ever, where every call has a limit of its own.
 
     Raises:
         RolloutError: a process died, or the time is over.
         VerlError: what a call raised.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
     pending = list(calls)
     values: dict[Any, Any] = {}
     while pending:
-        ready, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready, pending = ray.wait(pending, timeout=left)
         if not ready:
             late = sorted({calls[reference] for reference in pending})
             raise RolloutError(f"no answer within {timeout_s:.3g} s to: {', '.join(late)}")
