@@ -117,6 +117,10 @@ quickstart: $(STAMPS)/examples ## a tiny language model learns a task with GRPO,
 quickstart-ppo: $(STAMPS)/examples ## the same with PPO and a critic
 	@$(BIN)/python examples/quickstart/run.py --algorithm ppo --seed $(SEED) $(ARGS)
 
+.PHONY: quickstart-agent
+quickstart-agent: $(STAMPS)/examples ## a tiny language model learns to use a tool
+	@$(BIN)/python examples/agent/run.py --seed $(SEED) $(ARGS)
+
 .PHONY: example-smollm2
 example-smollm2: $(STAMPS)/smollm2 ## SmolLM2-135M-Instruct gets better at arithmetic, on a CPU
 	@$(BIN)/python examples/smollm2/run.py --seed $(SEED) $(ARGS)

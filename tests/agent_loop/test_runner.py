@@ -21,6 +21,7 @@ from verl.agent_loop.batch import (
     batch_from_trajectories,
     expand_extra,
     rows_from_batch,
+    stop_if_too_many_failed,
 )
 from verl.agent_loop.metrics import agent_metrics
 from verl.agent_loop.runner import AgentLoopRunner
@@ -100,13 +101,13 @@ def test_too_many_failures_are_an_error_that_shows_the_first() -> None:
         return ValueError("oh no") if "bad" in text else "ok<|end|>"
 
     rows = [row("0", "bad"), row("1", "bad"), row("2", "fine")]
-    with pytest.raises(
-        RolloutError, match=r"2 of 3 trajectories were aborted \(exception: 2\)[\s\S]*ValueError: oh no"
-    ):
-        run(runner(), script, rows)
-    assert len(run(runner({"max_failed_fraction": 0.7}), script, rows)) == 3
-    with pytest.raises(RolloutError, match="1 of 1 trajectories"):  # nothing is left to learn from
-        run(runner({"max_failed_fraction": 1.0}), script, rows[:1])
+    infos = [trajectory.info for trajectory in run(runner(), script, rows)]
+    message = r"2 of 3 trajectories were aborted \(exception: 2\)[\s\S]*ValueError: oh no"
+    with pytest.raises(RolloutError, match=message):
+        stop_if_too_many_failed(infos, 0.5)
+    stop_if_too_many_failed(infos, 0.7)
+    with pytest.raises(RolloutError, match="2 of 2 trajectories"):  # nothing is left to learn from
+        stop_if_too_many_failed(infos[:2], 1.0)
 
 
 def test_a_trajectory_beyond_its_time_is_aborted_and_its_tools_are_released() -> None:
@@ -168,8 +169,9 @@ def test_what_a_loop_returns_is_checked(output: Any, message: str) -> None:
             return output
 
     _known("odd", Loop)
-    with pytest.raises(RolloutError, match=message):
-        run(runner(), sleeper, [row(agent_name="odd")])
+    (trajectory,) = run(runner(), sleeper, [row(agent_name="odd")])
+    assert trajectory.aborted == "rollout"
+    assert message in trajectory.info["error"]
 
 
 def test_traces_tell_turns_calls_times_and_tokens(tmp_path: Path) -> None:

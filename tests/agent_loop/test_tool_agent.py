@@ -10,7 +10,7 @@ import pytest
 
 from tests.agent_loop.script import TOKENIZER, Scripted, config, ids_of, row, run, text_of
 from verl.agent_loop.runner import AgentLoopRunner
-from verl.errors import ConfigError, DataError, RolloutError
+from verl.errors import ConfigError, DataError
 from verl.tools import ToolResponse, function_tool
 
 
@@ -153,8 +153,9 @@ def test_a_row_may_choose_among_the_tools() -> None:
     chosen = row(extra_info={"tool_selection": ["wait"]})
     (trajectory,) = run(runner(), once(f"{call(a=1, b=1)}<|end|>"), [chosen])
     assert "there is no tool 'add'; the tools are wait" in text_of(trajectory)
-    with pytest.raises(RolloutError, match=r"names \['wiat'\]; the tools are add, wait"):
-        run(runner(), once("x"), [row(extra_info={"tool_selection": ["wiat"]})])
+    (trajectory,) = run(runner(), once("x"), [row(extra_info={"tool_selection": ["wiat"]})])
+    assert trajectory.aborted == "data"
+    assert "names ['wiat']; the tools are add, wait" in trajectory.info["error"]
 
 
 def test_tools_are_described_in_the_prompt_of_the_template() -> None:
@@ -176,10 +177,8 @@ def test_tools_are_described_in_the_prompt_of_the_template() -> None:
     assert '"name": "add"' in prompt
     assert '"name": "wait"' in prompt
     small = AgentLoopRunner(config(prompt_length=50), tokenizer, tools=TOOLS)
-    with pytest.raises(
-        RolloutError, match=r"tokens with its 2 tool description\(s\), more than data.max_prompt_length"
-    ):
-        run(small, generator)
+    (trajectory,) = run(small, generator)
+    assert "tokens with its 2 tool description(s), more than data.max_prompt_length" in trajectory.info["error"]
 
 
 def test_what_would_fail_in_every_trajectory_fails_at_the_start() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from verl.errors import ConfigError, WorkerError
+from verl.errors import ConfigError, RolloutError
 from verl.trainer.ppo.glossary import undocumented
 
 pytestmark = pytest.mark.e2e
@@ -96,7 +96,7 @@ def test_a_single_turn_agent_trains_exactly_as_without_one(run_training: Run) ->
 
 
 def test_a_run_whose_trajectories_all_fail_says_why(run_training: Run, agents: list[str]) -> None:
-    with pytest.raises(WorkerError, match="more than data.max_prompt_length=6; raise it"):
+    with pytest.raises(RolloutError, match="more than data.max_prompt_length=6; raise it"):
         run_training(*agents, "trainer.controller=local", "data.max_prompt_length=6", "data.truncation=left")
 
 

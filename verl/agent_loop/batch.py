@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -12,7 +13,7 @@ import torch
 
 from verl.agent_loop.base import AgentLoopOutput
 from verl.data.collate import object_array
-from verl.errors import DataError
+from verl.errors import DataError, RolloutError
 from verl.protocol import DataProto
 from verl.rewards.manager import OUTCOME_FIELD
 from verl.rewards.outcome import RewardOutcome
@@ -33,6 +34,9 @@ ROW_FIELDS = (
     "index",
     "uid",
 )
+
+
+_LIMIT = "agent_max_failed_fraction"
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,12 @@ def rows_from_batch(batch: DataProto, config: RolloutConfig, *, seed: int, step:
 
 
 def batch_from_trajectories(
-    trajectories: Sequence[Trajectory], *, prompt_length: int, response_length: int, pad_token_id: int
+    trajectories: Sequence[Trajectory],
+    *,
+    prompt_length: int,
+    response_length: int,
+    pad_token_id: int,
+    max_failed_fraction: float = 1.0,
 ) -> DataProto:
     """The rollout's fields of the schema, and what agent loops add.
 
@@ -88,6 +97,7 @@ def batch_from_trajectories(
         prompt_length: P; prompts are padded on the left.
         response_length: R; responses are padded on the right.
         pad_token_id: fills both.
+        max_failed_fraction: part of the whole batch that may be aborted, for :func:`expand_extra`.
 
     Returns:
         Besides the fields of :func:`verl.workers.rollout.batch.batch_from_completions`: ``aborted`` (B,) bool and the
@@ -129,7 +139,7 @@ def batch_from_trajectories(
         "agent_info": object_array([trajectory.info for trajectory in trajectories]),
         "agent_extra": object_array([(output.reward_score, output.extra_fields) for output in outputs]),
     }
-    return DataProto.from_dict(tensors=tensors, non_tensors=arrays)
+    return DataProto.from_dict(tensors=tensors, non_tensors=arrays, meta_info={_LIMIT: max_failed_fraction})
 
 
 def expand_extra(batch: DataProto) -> DataProto:
@@ -141,12 +151,14 @@ def expand_extra(batch: DataProto) -> DataProto:
     first.
 
     Raises:
+        RolloutError: every trajectory was aborted, or more than ``rollout.agent.max_failed_fraction``.
         DataError: an extra field has the name of another one, or a row has not one score for each turn.
     """
     if "agent_extra" not in batch.non_tensor_batch:
         return batch
     rows = list(batch.non_tensor_batch.pop("agent_extra"))
     scores, extras = [score for score, _ in rows], [extra for _, extra in rows]
+    stop_if_too_many_failed(list(batch.non_tensor_batch["agent_info"]), batch.meta_info.pop(_LIMIT, 1.0))
     aborted, mask = batch.batch["aborted"].tolist(), batch.batch["response_mask"]
     if any("turn_scores" in extra for extra in extras):
         batch.batch["turn_scores"] = _turn_scores(extras, mask)
@@ -162,6 +174,19 @@ def expand_extra(batch: DataProto) -> DataProto:
             raise DataError(f"an agent loop returns the extra field {name!r}, which the batch has already; rename it")
         batch.non_tensor_batch[name] = object_array([extra.get(name) for extra in extras])
     return batch
+
+
+def stop_if_too_many_failed(infos: Sequence[Mapping[str, Any]], limit: float) -> None:
+    """Raise :class:`RolloutError` when nothing is left of a batch, or more than ``limit`` of it was aborted."""
+    failed = [info for info in infos if info["aborted"] is not None]
+    if not failed or (len(failed) < len(infos) and len(failed) <= limit * len(infos)):
+        return
+    reasons = Counter(info["aborted"] for info in failed)
+    raise RolloutError(
+        f"{len(failed)} of {len(infos)} trajectories were aborted "
+        f"({', '.join(f'{reason}: {count}' for reason, count in reasons.items())}); "
+        f"rollout.agent.max_failed_fraction={limit:g}. The first one:\n{failed[0].get('error', '').rstrip()}"
+    )
 
 
 def _turn_scores(extras: Sequence[Mapping[str, Any]], mask: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 import traceback
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,24 +18,28 @@ from verl.agent_loop.base import (
     find_loop,
     read_agent_loops,
 )
-from verl.agent_loop.batch import Row, Trajectory
+from verl.agent_loop.batch import Row, Trajectory, batch_from_trajectories, rows_from_batch
 from verl.agent_loop.conversation import HistoryRewritten
 from verl.agent_loop.trace import SpanExporter, Trace, TraceWriter
 from verl.errors import ConfigError, DataError, RolloutError
 from verl.tools.loading import load_tools
 from verl.tools.toolbox import ToolLimits
+from verl.utils.tokenizer import load_tokenizer
 from verl.workers.rollout.base import Completion, GenerationRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from verl.config import RolloutConfig
+    from verl.config import ActorRolloutRefConfig, RolloutConfig
+    from verl.protocol import DataProto
     from verl.tools.base_tool import BaseTool
 
 logger = logging.getLogger(__name__)
 
 #: how long a trajectory that is given up may take to clean up
 _GRACE_S = 30.0
+#: characters of an error's traceback that travel with the batch
+_MAX_ERROR = 4000
 _FACTS = ("uid", "sample_index", "index", "data_source")
 
 
@@ -93,23 +96,47 @@ class AgentLoopRunner:
             facts: what traces say of all of them, for example the step.
 
         Raises:
-            RolloutError: more than ``rollout.agent.max_failed_fraction`` of the trajectories failed.
             ConfigError: a row names an agent loop that does not exist.
         """
         specs = [self._loop(str(row.fields.get("agent_name") or self.default)) for row in rows]
         meter = _Meter(generator)
         places = asyncio.Semaphore(self.config.agent.max_concurrent)
 
-        async def one(row: Row, spec: LoopSpec) -> tuple[Trajectory, str]:
+        async def one(row: Row, spec: LoopSpec) -> Trajectory:
             async with places:
                 return await self._one(row, spec, meter, facts or {})
 
         ended = await asyncio.gather(*(one(row, spec) for row, spec in zip(rows, specs, strict=True)))
         idle = meter.idle_fraction()
-        for trajectory, _ in ended:
+        for trajectory in ended:
             trajectory.info["engine_idle_fraction"] = idle
-        self._stop_if_too_many_failed([(t.aborted, why) for t, why in ended if t.aborted is not None], len(rows))
-        return [trajectory for trajectory, _ in ended]
+        return list(ended)
+
+    async def respond(
+        self, prompts: DataProto, generator: TokenGenerator, *, seed: int, pad_token_id: int
+    ) -> DataProto:
+        """Run one trajectory for each row of a batch.
+
+        Args:
+            prompts: ``input_ids``, ``attention_mask`` (B,P) left-padded, ``sample_index`` (B,) and the columns
+                :data:`~verl.agent_loop.batch.ROW_FIELDS`; ``meta_info`` holds ``step`` and ``validate``.
+            generator: samples tokens.
+            seed: seed of the run.
+            pad_token_id: fills prompts and responses.
+
+        Returns:
+            What :func:`~verl.agent_loop.batch.batch_from_trajectories` makes.
+        """
+        step, validate = prompts.meta_info["step"], prompts.meta_info.get("validate", False)
+        rows = rows_from_batch(prompts, self.config, seed=seed, step=step, validate=validate)
+        trajectories = await self.run(rows, generator, facts={"step": step, "validate": validate})
+        return batch_from_trajectories(
+            trajectories,
+            prompt_length=self.config.prompt_length,
+            response_length=self.config.response_length,
+            pad_token_id=pad_token_id,
+            max_failed_fraction=self.config.agent.max_failed_fraction,
+        )
 
     def close(self) -> None:
         """Let every tool give back what it holds."""
@@ -125,10 +152,8 @@ class AgentLoopRunner:
             self._checked.add(name)
         return spec
 
-    async def _one(
-        self, row: Row, spec: LoopSpec, generator: TokenGenerator, facts: Mapping[str, Any]
-    ) -> tuple[Trajectory, str]:
-        """Run a trajectory to its end; returns it and, if it was aborted, why."""
+    async def _one(self, row: Row, spec: LoopSpec, generator: TokenGenerator, facts: Mapping[str, Any]) -> Trajectory:
+        """Run a trajectory to its end."""
         about = {name: row.fields[name] for name in _FACTS if row.fields.get(name) is not None}
         trace = Trace(row.session, {**facts, **about, "agent": getattr(spec.cls, "__name__", str(spec.cls))})
         context = AgentContext(
@@ -163,7 +188,8 @@ class AgentLoopRunner:
             logger.warning("trajectory %s was aborted (%s): %s: %s", row.session, aborted, type(error).__name__, error)
         trace.finish(aborted)
         self._record(trace, output, why)
-        return Trajectory(output, {**trace.summary(), **output.metrics}, aborted), why
+        told = {"error": why[-_MAX_ERROR:]} if why else {}
+        return Trajectory(output, {**output.metrics, **trace.summary(), **told}, aborted)
 
     def _record(self, trace: Trace, output: AgentLoopOutput, why: str) -> None:
         if self.writer is not None:
@@ -182,15 +208,12 @@ class AgentLoopRunner:
         if self.spans is not None:
             self.spans.export(trace)
 
-    def _stop_if_too_many_failed(self, failed: Sequence[tuple[str | None, str]], total: int) -> None:
-        limit = self.config.agent.max_failed_fraction
-        if not failed or (len(failed) < total and len(failed) <= limit * total):
-            return
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in Counter(r for r, _ in failed).items())
-        raise RolloutError(
-            f"{len(failed)} of {total} trajectories were aborted ({reasons}), more than "
-            f"rollout.agent.max_failed_fraction={limit:g}. The first one:\n{failed[0][1].rstrip()}"
-        )
+
+def build_runner(section: ActorRolloutRefConfig, template_kwargs: Mapping[str, Any], *, name: str) -> AgentLoopRunner:
+    """The runner of a process, with the policy's tokenizer."""
+    model = section.model
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+    return AgentLoopRunner(section.rollout, tokenizer, template_kwargs=template_kwargs, name=name)
 
 
 async def _run(spec: LoopSpec, context: AgentContext, row: Row) -> AgentLoopOutput:

@@ -1,0 +1,43 @@
+"""A real MCP server for the tests: ``python mcp_server.py stdio`` or ``python mcp_server.py http PORT``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from mcp.server import MCPServer
+
+server = MCPServer("tests")
+
+
+@server.tool()
+def add(a: int, b: int) -> str:
+    """Add two numbers."""
+    return str(a + b)
+
+
+@server.tool()
+def fail(reason: str) -> str:
+    """Fail."""
+    raise ValueError(reason)
+
+
+@server.tool()
+def slow(seconds: float) -> str:
+    """Wait."""
+    time.sleep(seconds)
+    return "done"
+
+
+@server.tool()
+def die() -> str:
+    """End the server."""
+    os._exit(3)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "stdio":
+        server.run("stdio")
+    else:
+        server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[2]))
