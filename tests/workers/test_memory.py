@@ -117,6 +117,15 @@ def test_ranks_that_share_sequences_share_activations(qwen7b: str) -> None:
     assert part["actor", "parameters", "update", False] == whole["actor", "parameters", "update", False]
 
 
+def test_generation_on_a_cpu_packs_matrices(qwen7b: str) -> None:
+    """All but the norms and biases, a second time; the embedding, which is no product, is counted with them."""
+    found = cells(predict(config_of(qwen7b), "cpu"))
+    vectors = 28 * (2 * 3584 + 3584 + 2 * 512) + 3584
+    assert found["rollout", "packed weights", "generate", False] == (7_615_616_512 - vectors) * 4
+    plain = cells(predict(config_of(qwen7b, "actor_rollout_ref.rollout.pack_weights=False"), "cpu"))
+    assert ("rollout", "packed weights", "generate", False) not in plain
+
+
 def test_adapters_need_no_state_for_the_rest(qwen7b: str) -> None:
     found = cells(predict(config_of(qwen7b, "actor_rollout_ref.model.lora_rank=8"), "cpu"))
     ratio = found["actor", "optimizer", "update", False] / found["actor", "parameters", "update", False]

@@ -7,6 +7,7 @@ decoder layer. What Python, CUDA and the libraries take is not counted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from verl.models.logprobs import CHUNK_NUMBERS_CPU, CHUNK_NUMBERS_DEVICE
 from verl.models.shape import ModelShape, model_shape
 from verl.utils.device import device_memory_stats, reset_peak_memory
 from verl.workers.engine.sharding import Precision
+from verl.workers.rollout.hf.packed import PACKED_FROM
 from verl.workers.rollout.settings import resolve_dtype
 
 #: phases of a step, in order; ``load`` is the state before the first
@@ -208,12 +210,15 @@ def _rollout_items(config: PPOConfig, shape: ModelShape, device: torch.device, w
     parallel = rollout.tensor_model_parallel_size
     master = Precision.of(actor.fsdp_config, device, trained=True).master
     # one rank with the type of the training weights reads them in place
-    aliased = rollout.name == "hf" and world == 1 and dtype == master
+    aliased = rollout.name == "hf" and rollout.mode == "sync" and world == 1 and dtype == master
     freed = {"log_prob", "update"} if rollout.free_cache_engine else set()
     weights = 0 if aliased else -(-shape.count * dtype.itemsize // parallel)
     for phase in PHASES[1:]:
         if phase not in freed or (rollout.name == "hf" and world > 1):
             yield Item("rollout", "rollout weights", phase, weights)
+    if rollout.name == "hf" and device.type == "cpu" and rollout.pack_weights is not False:
+        matrices = [math.prod(p) for p in shape.parameters if len(p) == 2 and math.prod(p) >= PACKED_FROM]
+        yield Item("rollout", "packed weights", "generate", sum(matrices) * dtype.itemsize)
     samples = config.data.train_batch_size * rollout.n * parallel // world
     sequences = min(rollout.max_num_seqs, max(samples, 1))
     length = rollout.max_model_len or rollout.prompt_length + rollout.response_length

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 #: smaller matrices gain nothing: the call costs more than the order of their numbers
-_MIN_ELEMENTS = 1 << 16
+PACKED_FROM = 1 << 16
 
 
 def packing_supported(dtype: torch.dtype, device: torch.device) -> bool:
@@ -35,7 +35,7 @@ class PackedLinears:
 
     def __init__(self, module: nn.Module) -> None:
         found = [layer for layer in module.modules() if type(layer) is nn.Linear]
-        self.layers = [layer for layer in found if layer.weight.numel() >= _MIN_ELEMENTS]
+        self.layers = [layer for layer in found if layer.weight.numel() >= PACKED_FROM]
         self.nbytes = 0
         for layer in self.layers:
             layer.packed = None  # type: ignore[assignment]
