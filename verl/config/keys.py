@@ -159,8 +159,8 @@ _PARALLEL = (
     "(rollout.tensor_model_parallel_size splits vLLM's and SGLang's weights)"
 )
 _PROFILER = "is for the profilers, which are not in this version; leave it out (timing_s/* metrics give phase times)"
-_MEGATRON = (
-    "is for the Megatron engine, which is not in this version; use strategy=fsdp and the fsdp_config section instead"
+_MEGATRON_BRIDGE = (
+    "chooses a package that converts weights for Megatron; here the engine converts them itself, so leave it out"
 )
 _GENERATIVE_RM = (
     "is for a generative reward model behind a rollout engine, which is not in this version; use a "
@@ -178,7 +178,13 @@ _OPTIM_EXTRA = (
 UNSUPPORTED: Sequence[Unsupported] = (
     Unsupported("**._target_", "names the class of a section; sections here have one class each, so leave it out"),
     # engines
-    Unsupported("**.megatron.**", _MEGATRON),
+    Unsupported("**.megatron.use_mbridge", _MEGATRON_BRIDGE, (True, False)),
+    Unsupported("**.megatron.vanilla_mbridge", _MEGATRON_BRIDGE, (True, False)),
+    Unsupported(
+        "**.megatron.use_remove_padding",
+        "keeps padding in the batches of the Megatron engine, which always removes it here; leave it out",
+        (True,),
+    ),
     Unsupported("**.override_optimizer_config.**", _OPTIM_EXTRA),
     Unsupported(
         "**.optim.optimizer_impl", "names a package of optimizers; leave it out, AdamW is torch's", ("torch.optim",)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from verl.config.actor import ActorConfig, ActorRolloutRefConfig
+from verl.config.actor import ActorConfig, ActorRolloutRefConfig, RefConfig
 from verl.config.algorithm import (
     ADV_ESTIMATORS,
     NEEDS_GROUPS,
@@ -22,6 +22,7 @@ from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig
 from verl.config.files import missing_file, missing_model, raise_problems
 from verl.config.fsdp import FSDPConfig
+from verl.config.megatron import PARALLEL_SIZES
 from verl.config.model import ModelConfig
 from verl.config.reward import RewardConfig, RewardModelConfig
 from verl.config.trainer import TrainerConfig
@@ -98,17 +99,31 @@ class PPOConfig(Config):
         correction, loss = self.algorithm.rollout_correction, self.actor_rollout_ref.actor.policy_loss
         if loss.loss_mode == "vanilla" and correction.bypass_mode and (correction.corrects or not correction.clips):
             loss.loss_mode = "bypass_mode"
-        return sizes_per_gpu(self, _OVER_ALL_RANKS, self.trainer.world_size, self._sequence_size)
+        return sizes_per_gpu(self, _OVER_ALL_RANKS, self.trainer.world_size, self._ranks_per_row)
+
+    def _role(self, section: str) -> ActorConfig | RefConfig | CriticConfig | RewardModelConfig:
+        """The section that says how the model of a dotted section is divided over ranks."""
+        arr = self.actor_rollout_ref
+        roles: dict[str, RefConfig | CriticConfig | RewardModelConfig] = {
+            "actor_rollout_ref.ref": arr.ref,
+            "critic": self.critic,
+            "reward_model": self.reward_model,
+        }
+        return roles.get(section, arr.actor)
 
     def _sequence_size(self, section: str) -> int:
         """Ranks that share the tokens of a sequence when the model of a dotted section runs."""
-        arr = self.actor_rollout_ref
-        fsdp = {
-            "actor_rollout_ref.ref": arr.ref.fsdp_config,
-            "critic": self.critic.fsdp_config,
-            "reward_model": self.reward_model.fsdp_config,
-        }.get(section, arr.actor.fsdp_config)
-        return max(1, fsdp.ulysses_sequence_parallel_size)
+        role = self._role(section)
+        if role.strategy == "megatron":
+            return max(1, role.megatron.context_parallel_size)
+        return max(1, role.fsdp_config.ulysses_sequence_parallel_size)
+
+    def _ranks_per_row(self, section: str) -> int:
+        """Ranks that work on the same rows when the model of a dotted section runs."""
+        role = self._role(section)
+        if role.strategy == "megatron":
+            return max(1, role.megatron.model_parallel_size)
+        return self._sequence_size(section)
 
     def problems(self) -> Iterator[str]:
         yield from self._data_problems()
@@ -116,6 +131,7 @@ class PPOConfig(Config):
         yield from self._length_problems()
         yield from self._batch_problems()
         yield from self._device_problems()
+        yield from self._megatron_problems()
 
     def check_files(self) -> None:
         """Check that the files which the run reads exist.
@@ -300,7 +316,7 @@ class PPOConfig(Config):
                 total_key="data.train_batch_size",
                 total=data.train_batch_size,
                 samples=arr.rollout.n,
-                world=world // self._sequence_size("reward_model"),
+                world=max(1, world // self._ranks_per_row("reward_model")),
             )
         reported: set[str] = set()
         for where, role in trained:
@@ -312,7 +328,7 @@ class PPOConfig(Config):
                 total_key="data.train_batch_size",
                 total=data.train_batch_size,
                 samples=arr.rollout.n,
-                world=world // self._sequence_size(where),
+                world=max(1, world // self._ranks_per_row(where)),
             )
             for problem in found:
                 path = problem.split("=", 1)[0]
@@ -376,4 +392,44 @@ class PPOConfig(Config):
                 yield (
                     f"{where}.fsdp_config.fsdp_size={fsdp.fsdp_size}: must divide trainer.nnodes * "
                     f"trainer.n_gpus_per_node = {world}"
+                )
+
+    def _megatron_problems(self) -> Iterator[str]:
+        world = self.trainer.world_size
+        roles: dict[str, ActorConfig | RefConfig | CriticConfig | RewardModelConfig] = {
+            "actor_rollout_ref.actor": self.actor_rollout_ref.actor
+        }
+        if self.use_reference_policy:
+            roles["actor_rollout_ref.ref"] = self.actor_rollout_ref.ref
+        if self.use_critic:
+            roles["critic"] = self.critic
+        if self.reward_model.enable:
+            roles["reward_model"] = self.reward_model
+        models = {"critic": self.critic.model, "reward_model": self.reward_model.model}
+        actor, ref = self.actor_rollout_ref.actor, self.actor_rollout_ref.ref
+        if self.use_reference_policy and (actor.strategy == "megatron") != (ref.strategy == "megatron"):
+            yield (
+                f"actor_rollout_ref.ref.strategy={ref.strategy!r}: the reference shares the workers of the actor, "
+                f"whose strategy is {actor.strategy!r}; leave it out"
+            )
+        on_megatron = {where: role.megatron for where, role in roles.items() if role.strategy == "megatron"}
+        for index, (where, sizes) in enumerate(on_megatron.items()):
+            first_where, first = next(iter(on_megatron.items()))
+            different = [
+                f"{where}.megatron.{name}={getattr(sizes, name)}: differs from {first_where}.megatron.{name}="
+                f"{getattr(first, name)}; the Megatron models of one process share their parallel sizes"
+                for name in PARALLEL_SIZES
+                if getattr(sizes, name) != getattr(first, name)
+            ]
+            yield from different
+            if not different and index == 0:
+                yield from sizes.world_problems(f"{where}.megatron", world)
+            model_key = f"{where if where in models else 'actor_rollout_ref'}.model"
+            model = models.get(where, self.actor_rollout_ref.model)
+            if not model.use_remove_padding:
+                yield f"{model_key}.use_remove_padding=False: the Megatron engine always removes padding; leave it out"
+            if model.lora_rank:
+                yield (
+                    f"{model_key}.lora_rank={model.lora_rank}: the Megatron engine trains no adapters in this version; "
+                    "use 0, or strategy=fsdp"
                 )

@@ -10,6 +10,7 @@ from verl.config.actor import ACTOR, strategy_problems
 from verl.config.base import Config, MicroBatch, opt, section
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.fsdp import FSDPConfig
+from verl.config.megatron import MegatronConfig
 from verl.config.model import ModelConfig
 from verl.config.optim import OptimConfig
 
@@ -127,6 +128,7 @@ class RewardModelConfig(Config):
     strategy: str = opt("fsdp", "Engine of the reward model.", inherits=f"{ACTOR}.strategy")
     model: ModelConfig = section(ModelConfig, "The reward model; its own chat template is applied.")
     fsdp_config: FSDPConfig = section(FSDPConfig, "Sharding, offload and numeric types of the reward model.")
+    megatron: MegatronConfig = section(MegatronConfig, "The same with strategy=megatron.", inherits=f"{ACTOR}.megatron")
     micro_batch_size_per_gpu: int | None = opt(
         None, "Samples per rank in one forward pass; not given = all at once.", ge=1
     )

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from verl.config.actor import strategy_problems
 from verl.config.base import Config, MicroBatch, opt, section
 from verl.config.batching import batch_problems, sequence_problems, sizes_per_gpu, token_problems
 from verl.config.checkpoint import CheckpointConfig
@@ -88,7 +87,13 @@ class SFTModelConfig(ModelConfig):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        yield from strategy_problems(self.strategy)
+        if self.strategy not in ("fsdp", "fsdp2"):
+            hint = (
+                "supervised training on Megatron is not in this version"
+                if self.strategy == "megatron"
+                else "there is no such engine"
+            )
+            yield f"strategy={self.strategy!r}: {hint}; use 'fsdp' or 'fsdp2', which both mean the FSDP2 engine"
 
 
 @dataclass

@@ -122,7 +122,7 @@ class PolicyModel(HeadModel):
             results["sum_pi_squared"] = token_sum_pi_squared(
                 states.detach(), head.weight, head.bias, temperature=temperature, transform=self.transform
             )
-        return _place(layout, results)
+        return place_results(layout, results)
 
 
 class ValueModel(HeadModel):
@@ -133,7 +133,7 @@ class ValueModel(HeadModel):
     def forward(self, layout: RowLayout, want: frozenset[str], temperature: float = 1.0) -> dict[str, Tensor]:
         self._check(want)
         states = self.hidden_states(layout).index_select(0, layout.predict_index)
-        return _place(layout, {"values": self.model.score(states)[:, 0].float()})
+        return place_results(layout, {"values": self.model.score(states)[:, 0].float()})
 
 
 class ClassifierModel(HeadModel):
@@ -155,7 +155,7 @@ class ClassifierModel(HeadModel):
 HEADS: dict[str, type[HeadModel]] = {"lm": PolicyModel, "value": ValueModel, "classifier": ClassifierModel}
 
 
-def _place(layout: RowLayout, results: dict[str, Tensor]) -> dict[str, Tensor]:
+def place_results(layout: RowLayout, results: dict[str, Tensor]) -> dict[str, Tensor]:
     """(N,) results into (B,R). Without any response token the zeros still hang on the graph."""
     if not layout.empty:
         return {name: layout.scatter(values) for name, values in results.items()}

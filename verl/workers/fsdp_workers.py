@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from verl.config import CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig
+from verl.config import CheckpointConfig, ModelConfig, OptimConfig
 from verl.utils.distributed import env_local_world_size, get_world_size
 from verl.workers import roles
 from verl.workers.engine.fsdp import FSDPEngine
@@ -21,14 +21,20 @@ class _OnFSDP(roles.RoleWorker):
     def make_engine(
         self,
         model: ModelConfig,
-        fsdp: FSDPConfig,
+        section: roles.EngineSection,
         optim: OptimConfig | None,
         *,
         head: str,
         checkpoint: CheckpointConfig | None = None,
     ) -> FSDPEngine:
         return FSDPEngine(
-            model, fsdp, optim, head=head, device=self.device, checkpoint_config=checkpoint, seed=self.seed
+            model,
+            section.fsdp_config,
+            optim,
+            head=head,
+            device=self.device,
+            checkpoint_config=checkpoint,
+            seed=self.seed,
         )
 
 
@@ -42,13 +48,13 @@ class ActorRolloutRefWorker(_OnFSDP, roles.ActorRolloutRefWorker):
     def make_engine(
         self,
         model: ModelConfig,
-        fsdp: FSDPConfig,
+        section: roles.EngineSection,
         optim: OptimConfig | None,
         *,
         head: str,
         checkpoint: CheckpointConfig | None = None,
     ) -> FSDPEngine:
-        engine = super().make_engine(model, fsdp, optim, head=head, checkpoint=checkpoint)
+        engine = super().make_engine(model, section, optim, head=head, checkpoint=checkpoint)
         if optim is not None and "rollout" in self.parts and self.config.rollout.tensor_model_parallel_size > 1:
             engine.shard_placement = partial(shard_placement_fn, splits=dense_splits())
         return engine

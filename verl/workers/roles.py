@@ -28,9 +28,9 @@ from verl.config import (
     ActorRolloutRefConfig,
     CheckpointConfig,
     CriticConfig,
-    FSDPConfig,
     ModelConfig,
     OptimConfig,
+    RefConfig,
     RewardModelConfig,
 )
 from verl.errors import ConfigError, WeightSyncError
@@ -55,6 +55,9 @@ from verl.workers.sharding_manager.link import WeightLink
 from verl.workers.sharding_manager.transport import ALIGNMENT
 
 logger = logging.getLogger(__name__)
+
+#: a section that says how a model is divided over ranks
+EngineSection = ActorConfig | RefConfig | CriticConfig | RewardModelConfig
 
 POLICY = frozenset({"log_probs"})
 POLICY_AND_ENTROPY = frozenset({"log_probs", "entropys"})
@@ -103,13 +106,21 @@ class RoleWorker(Worker):
     def make_engine(
         self,
         model: ModelConfig,
-        fsdp: FSDPConfig,
+        section: EngineSection,
         optim: OptimConfig | None,
         *,
         head: str,
         checkpoint: CheckpointConfig | None = None,
     ) -> TrainEngine:
-        """Construct (not build) the training engine of this backend."""
+        """Construct (not build) the training engine of this backend.
+
+        Args:
+            model: what to load.
+            section: the role's section, which holds the engine's own one.
+            optim: optimizer; None for a model that is only evaluated.
+            head: of the model.
+            checkpoint: the role's checkpoint section.
+        """
 
     def join_mesh(self, mesh_name: str, engine: TrainEngine) -> None:
         """Tell the controller which data-parallel shard this worker computes under ``mesh_name``."""
@@ -205,7 +216,7 @@ class RoleWorker(Worker):
         logger.debug("%s: %d updates in %.2f s", prefix, len(updates), seconds)
         if engine.flops is not None:
             flops = epochs * engine.flops.train(batch["attention_mask"].sum(-1).tolist())
-            mfu = model_flops_utilization(flops, seconds, engine.layout.sp_size, device_name(self.device))
+            mfu = model_flops_utilization(flops, seconds, engine.layout.ranks_per_row, device_name(self.device))
             if mfu is not None:
                 metrics[f"perf/mfu/{prefix}"] = mmean(mfu, 1.0)
         return metrics.merge(self.memory_metrics(engine))
@@ -252,7 +263,7 @@ class ActorRolloutRefWorker(RoleWorker):
             actor = config.actor
             self.actor = self.make_engine(
                 config.model,
-                actor.fsdp_config,
+                actor,
                 actor.optim,
                 head="lm",
                 checkpoint=actor.checkpoint,
@@ -279,7 +290,7 @@ class ActorRolloutRefWorker(RoleWorker):
             if self.actor is not None and config.model.lora_rank > 0:
                 self.ref = self.actor  # with its adapters off it is the model that it started from
             else:
-                self.ref = self.make_engine(config.model, config.ref.fsdp_config, None, head="lm")
+                self.ref = self.make_engine(config.model, config.ref, None, head="lm")
                 self.ref.build()
             self.join_mesh("ref", self.ref)
 
@@ -461,7 +472,7 @@ class CriticWorker(RoleWorker):
         config = self.config
         self.engine = self.make_engine(
             config.model,
-            config.fsdp_config,
+            config,
             config.optim,
             head="value",
             checkpoint=config.checkpoint,
@@ -546,7 +557,7 @@ class RewardModelWorker(RoleWorker):
     def init_model(self) -> None:
         """Load the model and build the engine. Collective."""
         config = self.config
-        self.engine = self.make_engine(config.model, config.fsdp_config, None, head="classifier")
+        self.engine = self.make_engine(config.model, config, None, head="classifier")
         self.engine.build()
         self.join_mesh("reward_model", self.engine)
 
@@ -628,11 +639,9 @@ class ImplicitRewardWorker(RoleWorker):
         reference = replace(
             config.model, path=config.ref_path or config.model.path, lora_rank=0, lora_adapter_path=None
         )
-        self.ref = self.make_engine(reference, config.fsdp_config, None, head="lm")
+        self.ref = self.make_engine(reference, config, None, head="lm")
         self.ref.build()
-        self.engine = self.make_engine(
-            config.model, config.fsdp_config, config.optim, head="lm", checkpoint=config.checkpoint
-        )
+        self.engine = self.make_engine(config.model, config, config.optim, head="lm", checkpoint=config.checkpoint)
         self.engine.build()
         self.join_mesh("reward_model", self.engine)
         self.loss = implicit_reward_model_loss(config)

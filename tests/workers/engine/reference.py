@@ -23,13 +23,13 @@ TEMPERATURE = 0.8
 LR, WEIGHT_DECAY, CLIP, BETAS, EPS = 1e-2, 0.1, 0.5, (0.9, 0.95), 1e-8
 
 
-def policy_batch(seed: int = 0) -> dict[str, Tensor]:
+def policy_batch(seed: int = 0, vocab: int = 100) -> dict[str, Tensor]:
     """Eight ragged rows, pairs with equal prompts, NaN advantages where no token counts."""
     batch = make_batch(
         [5, 5, 9, 9, 3, 3, 7, 7],
         [3, 7, 1, 6, 2, 9, 4, 4],
         equal_prompts_of=2,
-        vocab=100,
+        vocab=vocab,
         prompt_width=11,
         response_width=10,
         seed=seed,

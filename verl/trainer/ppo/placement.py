@@ -70,12 +70,6 @@ def role_classes(config: PPOConfig, device: str, total_steps: int, wrap: Any) ->
         wrap: makes the controller's class-with-arguments from a class: ``wrap(cls, *args, **kwargs)``.
     """
     from verl.agent_loop.role import with_agent_loops
-    from verl.workers.fsdp_workers import (
-        ActorRolloutRefWorker,
-        CriticWorker,
-        ImplicitRewardWorker,
-        RewardModelWorker,
-    )
 
     section = config.actor_rollout_ref
     runtime = {"device": device, "seed": config.trainer.seed, "timeout_s": section.nccl_timeout}
@@ -86,7 +80,7 @@ def role_classes(config: PPOConfig, device: str, total_steps: int, wrap: Any) ->
     served = section.rollout.mode == "async"
     parts = ["actor"] if served else ["actor", "rollout"]
     role = "_".join([*parts, "ref"] if config.use_reference_policy and trains else parts)
-    worker: type = ActorRolloutRefWorker
+    worker: type = _workers_of(section.actor.strategy).ActorRolloutRefWorker
     extra: dict[str, Any] = {}
     if section.rollout.agent_loop is not None and not served:
         worker = with_agent_loops(worker)
@@ -95,19 +89,30 @@ def role_classes(config: PPOConfig, device: str, total_steps: int, wrap: Any) ->
     classes = {"actor_rollout": wrap(worker, **policy, **runtime)}
     if config.use_critic and trains:
         critic = replace(config.critic, optim=_with_horizon(config.critic.optim, total_steps))
-        classes["critic"] = wrap(CriticWorker, config=critic, rollout_n=section.rollout.n, **runtime)
+        classes["critic"] = wrap(
+            _workers_of(critic.strategy).CriticWorker, config=critic, rollout_n=section.rollout.n, **runtime
+        )
     if config.reward_model.implicit and trains:
         model = replace(config.reward_model, optim=_with_horizon(config.reward_model.optim, total_steps))
-        classes["process_reward"] = wrap(ImplicitRewardWorker, config=model, rollout_n=section.rollout.n, **runtime)
+        classes["process_reward"] = wrap(
+            _workers_of(model.strategy).ImplicitRewardWorker, config=model, rollout_n=section.rollout.n, **runtime
+        )
     elif config.reward_model.enable and not config.reward_model.implicit:
         classes["reward_model"] = wrap(
-            RewardModelWorker,
+            _workers_of(config.reward_model.strategy).RewardModelWorker,
             config=config.reward_model,
             policy_model=section.model,
             max_length=config.data.max_prompt_length + config.data.max_response_length,
             **runtime,
         )
     return classes
+
+
+def _workers_of(strategy: str) -> Any:
+    """The module that binds the roles to a training engine."""
+    from verl.workers import fsdp_workers, megatron_workers
+
+    return megatron_workers if strategy == "megatron" else fsdp_workers
 
 
 def build_worker_groups(config: PPOConfig, device: str, total_steps: int) -> WorkerGroups:

@@ -39,6 +39,11 @@ class ParallelLayout:
     ep_size: int = 1
     is_output_rank: bool = True  # whether the controller takes this rank's results for its dp_rank
 
+    @property
+    def ranks_per_row(self) -> int:
+        """Ranks that work together on the same rows."""
+        return self.sp_size * self.tp_size * self.pp_size
+
 
 @dataclass(frozen=True)
 class MicroBatching:

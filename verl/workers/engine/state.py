@@ -108,7 +108,7 @@ def take(engine: FSDPEngine, contents: frozenset[str], *, copy: bool) -> Snapsho
     Raises:
         CheckpointError: an unknown part, or the optimizer of an engine that has none.
     """
-    _check_contents(contents)
+    check_contents(contents)
     if "optimizer" in contents and engine.optimizer is None:
         raise CheckpointError("this engine only evaluates and has no optimizer to save; drop it from save_contents")
     model = engine.saved_tensors()
@@ -177,7 +177,7 @@ def write(snapshot: Snapshot, path: Path, group: dist.ProcessGroup | None = None
             for source in snapshot.companions:
                 copy_companions(source, target)
 
-    _on_all_ranks(world, f"write {path}", write_local, group)
+    on_all_ranks(world, f"write {path}", write_local, group)
     if "model" in contents:
         _dcp(dcp.save, snapshot.model, path / "model", world, "write", group)
     if "optimizer" in contents:
@@ -192,7 +192,7 @@ def write(snapshot: Snapshot, path: Path, group: dist.ProcessGroup | None = None
                 save_adapter(snapshot.adapter, snapshot.lora, snapshot.base_model, path / ADAPTER_DIR)
             (path / MARKER).write_text(json.dumps(snapshot.marker, indent=1))
 
-    _on_all_ranks(world, f"finish {path}", finish, group)
+    on_all_ranks(world, f"finish {path}", finish, group)
 
 
 def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -235,7 +235,7 @@ def load(engine: FSDPEngine, path: Path, contents: frozenset[str]) -> None:
     Raises:
         CheckpointError: the directory is missing or incomplete, lacks a part, or holds another model (on every rank).
     """
-    _check_contents(contents)
+    check_contents(contents)
     rank, world = engine.layout.rank, engine.layout.world_size
     contents = contents - {"hf_model"}  # an export, made from "model"
     if engine.optimizer is None:
@@ -261,7 +261,7 @@ def load(engine: FSDPEngine, path: Path, contents: frozenset[str]) -> None:
                 )
             _check_names(path / "model", set(engine.saved_tensors()), strict)
 
-    _on_all_ranks(world, f"read {path}", check)
+    on_all_ranks(world, f"read {path}", check)
     if "model" in contents:
         wanted = engine.saved_tensors()
         stored = _stored_names(path / "model")
@@ -279,7 +279,7 @@ def load(engine: FSDPEngine, path: Path, contents: frozenset[str]) -> None:
             else:
                 logger.info("%s: random states of %d ranks do not fit %d", path, marker["world_size"], world)
 
-        _on_all_ranks(world, f"read {path / 'extra'}", read_extra)
+        on_all_ranks(world, f"read {path / 'extra'}", read_extra)
 
 
 def read_marker(path: Path) -> dict[str, Any]:
@@ -343,7 +343,7 @@ def copy_companions(source: Path, target: Path) -> None:
                 shutil.copyfile(file, target / file.name)
 
 
-def _check_contents(contents: frozenset[str]) -> None:
+def check_contents(contents: frozenset[str]) -> None:
     unknown = sorted(contents - set(PARTS))
     if unknown:
         raise CheckpointError(f"unknown checkpoint contents {unknown}; choose from {', '.join(PARTS)}")
@@ -397,7 +397,7 @@ def _space(directory: Path, verb: str) -> str:
     )
 
 
-def _on_all_ranks(world: int, what: str, action: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
+def on_all_ranks(world: int, what: str, action: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
     """Run something that may fail; if it fails anywhere every rank raises, so that none waits for another."""
     problem: str | None = None
     cause: Exception | None = None

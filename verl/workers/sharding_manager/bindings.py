@@ -56,6 +56,18 @@ def fsdp_sglang(source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on
     return WeightSync(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
 
 
+@SHARDING_MANAGERS.register("megatron/hf")
+def megatron_hf(source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on_unchanged: str) -> ShardingManager:
+    """Every rank generates with the whole model: stages and shards are put together tensor by tensor, in buckets."""
+    return WeightSync(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
+
+
+@SHARDING_MANAGERS.register("megatron/vllm")
+def megatron_vllm(source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on_unchanged: str) -> ShardingManager:
+    """As ``megatron/hf``; of the whole tensors in a bucket every rank of vLLM keeps its part."""
+    return WeightSync(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
+
+
 def make_sharding_manager(
     strategy: str,
     rollout: str,

@@ -1,0 +1,71 @@
+"""The Megatron section: sizes that fit the ranks, and each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl.config import PPOConfig, load_config
+from verl.errors import ConfigError
+
+ACTOR = "actor_rollout_ref.actor"
+BASE = [
+    "actor_rollout_ref.model.path=m",
+    "data.train_files=t.parquet",
+    "data.val_files=v.parquet",
+    "data.train_batch_size=8",
+    f"{ACTOR}.ppo_mini_batch_size=8",
+    "trainer.n_gpus_per_node=4",
+]
+
+
+def load(*overrides: str) -> PPOConfig:
+    return load_config(PPOConfig, "ppo_megatron_trainer", [*BASE, *overrides])
+
+
+def problem(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides)
+    return str(caught.value)
+
+
+def test_the_preset_chooses_the_engine_and_roles_share_its_sizes() -> None:
+    config = load(f"{ACTOR}.megatron.tensor_model_parallel_size=2", "algorithm.adv_estimator=gae")
+    assert config.actor_rollout_ref.actor.strategy == config.critic.strategy == "megatron"
+    assert config.critic.megatron.tensor_model_parallel_size == 2
+    assert config.actor_rollout_ref.ref.megatron.tensor_model_parallel_size == 2
+    assert config.reward_model.megatron.tensor_model_parallel_size == 2
+
+
+def test_ranks_that_share_rows_count_once_in_the_batch_arithmetic() -> None:
+    # 8 samples on 4 ranks of which 2 share rows: 4 samples each, so micro-batches of 4 fit
+    config = load(
+        f"{ACTOR}.megatron.tensor_model_parallel_size=2",
+        f"{ACTOR}.ppo_micro_batch_size=8",
+        "algorithm.adv_estimator=gae",
+    )
+    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 4
+    load(
+        f"{ACTOR}.megatron.pipeline_model_parallel_size=4",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=8",
+        "algorithm.adv_estimator=gae",
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ([f"{ACTOR}.megatron.tensor_model_parallel_size=3"], "takes 3 ranks, which do not divide"),
+        ([f"{ACTOR}.megatron.expert_model_parallel_size=3"], "the experts take 3 ranks"),
+        ([f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=2"], "interleaving needs several stages"),
+        (
+            ["algorithm.adv_estimator=gae", "critic.megatron.tensor_model_parallel_size=2"],
+            "critic.megatron.tensor_model_parallel_size=2: differs from",
+        ),
+        (["actor_rollout_ref.model.use_remove_padding=False"], "always removes padding"),
+        (["actor_rollout_ref.model.lora_rank=8"], "trains no adapters"),
+        ([f"{ACTOR}.use_kl_loss=True", "actor_rollout_ref.ref.strategy=fsdp"], "shares the workers of the actor"),
+        ([f"{ACTOR}.megatron.use_dist_checkpointing=True"], "give both or neither"),
+    ],
+)
+def test_what_does_not_fit_is_told_before_the_start(overrides: list[str], text: str) -> None:
+    assert text in problem("actor_rollout_ref.rollout.n=2", "algorithm.adv_estimator=grpo", *overrides)

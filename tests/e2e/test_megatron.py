@@ -1,0 +1,61 @@
+"""GRPO and PPO with the policy divided over two processes by Megatron-core, on Ray."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-core is not installed"),
+]
+SIZES = "actor_rollout_ref.actor.megatron"
+SAME_NUMBERS = ("actor/pg_loss", "actor/grad_norm", "actor/kl_loss", "critic/score/mean")
+
+
+@pytest.fixture
+def train(
+    run_training: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[dict[str, Any]]]:
+    """Two steps of a run whose every hand-over of weights is checked."""
+    monkeypatch.setenv("VERL_SYNC_CHECK", "1")
+    return lambda *overrides: run_training("trainer.total_training_steps=2", *overrides)
+
+
+def numbers(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
+    return [{name: row["data"][name] for name in SAME_NUMBERS} for row in rows if "actor/pg_loss" in row["data"]]
+
+
+def test_tensor_parallel_training_is_that_of_one_process(train: Callable[..., list[dict[str, Any]]]) -> None:
+    shared = ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"]
+    expected = numbers(train("trainer.controller=local", *shared))
+    rows = train(
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.strategy=megatron",
+        f"{SIZES}.tensor_model_parallel_size=2",
+        *shared,
+    )
+    got = numbers(rows)
+    assert len(got) == len(expected) == 2
+    for one, other in zip(got, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-5)
+    assert all(row["data"]["training/rollout_probs_diff_max"] < 1e-4 for row in rows)
+
+
+def test_pipeline_parallel_ppo_with_a_critic(train: Callable[..., list[dict[str, Any]]]) -> None:
+    rows = train(
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.strategy=megatron",
+        f"{SIZES}.pipeline_model_parallel_size=2",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "algorithm.adv_estimator=gae",
+        "algorithm.use_kl_in_reward=True",
+    )
+    assert len(rows) == 2
+    for row in rows:
+        assert row["data"]["actor/grad_norm"] > 0
+        assert row["data"]["critic/grad_norm"] > 0
+        assert row["data"]["training/rollout_probs_diff_max"] < 1e-4

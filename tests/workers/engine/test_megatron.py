@@ -1,0 +1,109 @@
+"""The parts of the Megatron engine that need no Megatron: weight forms, off-loading, log-probs over a vocabulary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verl.models.logprobs import token_log_probs, token_sum_pi_squared
+from verl.models.parallel_logprobs import VocabShard, parallel_sum_pi_squared, parallel_token_log_probs
+from verl.workers.engine.megatron_forms import Cut, Form, FusedQKV, GateUp, Vocabulary, Whole
+from verl.workers.engine.megatron_memory import Parking
+
+
+def test_fused_projections_are_ordered_by_key_value_head() -> None:
+    # 4 query heads and 2 key-value heads of one row each: rows are named by their head
+    q, k, v = torch.tensor([[0.0], [1], [2], [3]]), torch.tensor([[10.0], [11]]), torch.tensor([[20.0], [21]])
+    form = FusedQKV(heads=4, kv_heads=2, head_dim=1)
+    assert form.shard([q, k, v], 0, 1).flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    assert form.shard([q, k, v], 1, 2).flatten().tolist() == [2, 3, 11, 21]
+
+
+def test_every_rank_has_its_part_of_gate_and_up() -> None:
+    gate, up = torch.arange(4.0)[:, None], torch.arange(10.0, 14.0)[:, None]
+    assert GateUp().shard([gate, up], 1, 2).flatten().tolist() == [2, 3, 12, 13]
+    assert GateUp(stacked=True).shard([torch.cat([gate, up])], 1, 2).flatten().tolist() == [2, 3, 12, 13]
+
+
+def test_a_vocabulary_is_padded_at_its_end() -> None:
+    form = Vocabulary(tokens=5, multiple_of=2)
+    rows = torch.arange(1.0, 6.0)[:, None]
+    assert form.shard([rows], 0, 2).flatten().tolist() == [1, 2, 3, 4]
+    assert form.shard([rows], 1, 2).flatten().tolist() == [5, 0, 0, 0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("form", "shapes"),
+    [
+        (Whole(), [(3,)]),
+        (Cut(0), [(8, 3)]),
+        (Cut(1), [(3, 8)]),
+        (Vocabulary(13, 2), [(13, 3)]),
+        (FusedQKV(8, 4, 3), [(24, 5), (12, 5), (12, 5)]),
+        (FusedQKV(8, 2, 4), [(32,), (8,), (8,)]),  # biases; fewer key-value heads than ranks
+        (GateUp(), [(8, 3), (8, 3)]),
+        (GateUp(stacked=True), [(16, 3)]),
+    ],
+    ids=str,
+)
+def test_parts_join_to_what_was_cut(form: Form, shapes: list[tuple[int, ...]], ranks: int) -> None:
+    tensors = [torch.randn(shape) for shape in shapes]
+    joined = form.join([form.shard(tensors, rank, ranks) for rank in range(ranks)])
+    assert all(torch.equal(got, want) for got, want in zip(joined, tensors, strict=True))
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("chunk", [7 * 11, 10_000], ids=["chunks", "whole"])
+def test_log_probs_are_those_of_the_plain_function(entropy: bool, chunk: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(20, 6, generator=generator), torch.randn(11, 6, generator=generator)
+    targets = torch.randint(0, 11, (20,), generator=generator)
+    up_log_probs, up_entropy = torch.randn(2, 20, generator=generator)
+    padded = torch.cat([weight, torch.full((3, 6), 1e3)])  # rows that are no tokens
+    results = []
+    for one, two, parallel in ((hidden, weight, False), (hidden, padded, True)):
+        h, w = one.clone().requires_grad_(), two.clone().requires_grad_()
+        if parallel:
+            shard = VocabShard(0, 11)
+            lp, ent = parallel_token_log_probs(
+                h, w, targets, shard, temperature=0.7, entropy=entropy, chunk_numbers=chunk
+            )
+        else:
+            lp, ent = token_log_probs(h, w, None, targets, temperature=0.7, entropy=entropy)
+        total = (lp * up_log_probs).sum() + (0.0 if ent is None else (ent * up_entropy).sum())
+        total.backward()
+        results.append((lp.detach(), ent if ent is None else ent.detach(), h.grad, w.grad[:11]))
+        if parallel:
+            assert not w.grad[11:].any()
+    for got, want in zip(results[1], results[0], strict=True):
+        if want is not None:
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_squared_probabilities_are_those_of_the_plain_function() -> None:
+    hidden, weight = torch.randn(5, 6), torch.randn(11, 6)
+    torch.testing.assert_close(
+        parallel_sum_pi_squared(hidden, weight, VocabShard(0, 11), temperature=0.7, chunk_numbers=22),
+        token_sum_pi_squared(hidden, weight, None, temperature=0.7),
+    )
+
+
+def test_parked_memory_is_freed_and_views_of_it_survive() -> None:
+    buffer = torch.arange(8.0)
+    view = buffer[2:4]
+    parking = Parking(lambda: [buffer, view])
+    parking.leave()
+    parking.leave()
+    assert buffer.untyped_storage().nbytes() == 0
+    parking.come_back()
+    assert view.tolist() == [2, 3]
+    assert view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
+def test_memory_that_need_not_be_kept_comes_back_as_zeros() -> None:
+    buffer = torch.ones(4)
+    parking = Parking(lambda: [buffer], keep=False)
+    parking.leave()
+    parking.come_back()
+    assert buffer.tolist() == [0, 0, 0, 0]

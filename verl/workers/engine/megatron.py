@@ -1,0 +1,628 @@
+"""The Megatron-core training engine: tensor, pipeline, context, expert and data parallel.
+
+What the engine itself does: it packs rows without padding (:mod:`verl.models.packing`), runs Megatron-core's schedule
+over the micro-batches, computes log-probs from hidden states without making or gathering whole logits, and steps the
+optimizer. The rest is in modules of one job each: ``megatron_parallel`` (process groups), ``megatron_families``
+(models), ``megatron_modules`` (their parts), ``megatron_bridge`` and ``megatron_forms`` (Hugging Face weights),
+``megatron_state`` (checkpoints), ``megatron_memory`` (off-loading) and, on machines without CUDA, ``megatron_cpu``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+
+from verl.errors import ConfigError
+from verl.models.heads import CLASSIFIER_OUTPUTS, LM_OUTPUTS, VALUE_OUTPUTS, place_results
+from verl.models.loading import has_dropout, load_hf_config, resolve_model_dir
+from verl.models.packing import RowLayout, build_layout
+from verl.models.parallel_logprobs import VocabShard, parallel_sum_pi_squared, parallel_token_log_probs
+from verl.utils.device import default_compute_dtype, device_memory_stats, empty_cache
+from verl.utils.distributed import init_process_group
+from verl.utils.flops import FlopsCounter
+from verl.utils.metrics import MetricSet, mmean, msum
+from verl.workers.engine.base import LossFn, MemoryStats, MicroBatching, ParallelLayout, TrainEngine
+from verl.workers.engine.batching import BatchPlan, as_tensordict, join_rows, plan_batch, reduce_metrics, take_rows
+from verl.workers.engine.megatron_bridge import Bridge, CheckpointFiles
+from verl.workers.engine.megatron_families import model_settings
+from verl.workers.engine.megatron_memory import Parking
+from verl.workers.engine.megatron_parallel import construction, current_layout, join_parallel_groups
+from verl.workers.engine.schedules import LRSchedule
+
+if TYPE_CHECKING:
+    from verl.config import CheckpointConfig, MegatronConfig, ModelConfig, OptimConfig
+
+logger = logging.getLogger(__name__)
+
+_OUTPUTS = {"lm": LM_OUTPUTS, "value": VALUE_OUTPUTS, "classifier": CLASSIFIER_OUTPUTS}
+_TRAINED = frozenset({"model", "optimizer", "extra"})
+
+
+@dataclass
+class _MicroBatch:
+    """One micro-batch on its way through this rank's stage.
+
+    Attributes:
+        rows: the fields.
+        layout: where results belong.
+        input_ids: (1, T') this rank's tokens, padding included.
+        packed: what the layers need.
+        surplus: it only fills the schedule up; nobody waits for its results.
+    """
+
+    rows: TensorDict
+    layout: RowLayout
+    input_ids: Tensor
+    packed: Any
+    surplus: bool = False
+
+
+class MegatronEngine(TrainEngine):
+    """One model on Megatron-core.
+
+    Args:
+        model_config: which model and how to run it.
+        megatron_config: parallel sizes, off-loading and numeric types.
+        optim_config: optimizer and schedule; None for a model that is only evaluated.
+        head: ``"lm"`` (policy, reference), ``"value"`` (critic) or ``"classifier"`` (reward model).
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        checkpoint_config: whether loading is strict; None means strict.
+        seed: seed of the run.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        megatron_config: MegatronConfig,
+        optim_config: OptimConfig | None,
+        *,
+        head: str = "lm",
+        device: str | torch.device = "auto",
+        checkpoint_config: CheckpointConfig | None = None,
+        seed: int = 1,
+    ) -> None:
+        if head not in _OUTPUTS:
+            raise ConfigError(f"unknown head {head!r}; use one of {', '.join(_OUTPUTS)}")
+        if not model_config.use_remove_padding:
+            raise ConfigError(
+                "model.use_remove_padding=False: the Megatron engine always removes padding; leave the key out"
+            )
+        if model_config.lora_rank:
+            raise ConfigError(
+                f"model.lora_rank={model_config.lora_rank}: the Megatron engine trains no adapters; use strategy=fsdp"
+            )
+        self.model_config = model_config
+        self.megatron_config = megatron_config
+        self.optim_config = optim_config
+        self.head = head
+        self.checkpoint_config = checkpoint_config
+        self.seed = seed
+        self._device_name = str(device)
+        self.layout = ParallelLayout()
+        self.step = 0  # optimizer steps so far, skipped ones included
+        self.lr_step = 0
+        self._depth = {"model": 0, "optimizer": 0}
+
+    # ---- construction -------------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Join the groups, make this rank's part of the model, read its weights, make the optimizer."""
+        kind = "auto" if self._device_name == "auto" else torch.device(self._device_name).type
+        self.device = init_process_group(kind)
+        config = self.megatron_config
+        sizes = join_parallel_groups(config, self.device, self.seed if config.seed is None else config.seed)
+        self.layout = current_layout()
+        # only now: importing Megatron-core's modules on a machine without CUDA needs the adaptation
+        from verl.workers.engine import megatron_modules as parts
+
+        self._parts = parts
+        self.hf_config = load_hf_config(self.model_config)
+        self.flops = FlopsCounter.from_config(self.hf_config, head_outputs=None if self.head == "lm" else 1)
+        self.share_prompts = not has_dropout(self.hf_config)
+        dtype = default_compute_dtype(self.device) if config.dtype == "auto" else getattr(torch, config.dtype)
+        trained = self.optim_config is not None
+        settings = model_settings(self.hf_config)
+        outputs = self._head_outputs()
+        with construction(self.device):
+            self.config = parts.transformer_config(
+                settings,
+                config,
+                sizes,
+                dtype=dtype,
+                recompute=trained and self.model_config.enable_gradient_checkpointing,
+            )
+            self.chunks: list[Any] = list(
+                parts.build_chunks(
+                    settings,
+                    self.config,
+                    self.device,
+                    outputs=outputs,
+                    head_bias=self.head == "value",
+                    max_length=self.hf_config.max_position_embeddings,
+                )
+            )
+            self.models = list(self.chunks)  # without the wrapper that reduces gradients
+            self.bridge = Bridge(
+                self.hf_config,
+                self.chunks,
+                self.layout,
+                head=self.head,
+                outputs=outputs,
+                multiple_of=parts.VOCAB_MULTIPLE,
+                grouped=self.config.moe_grouped_gemm,
+            )
+            self._load_initial_weights()
+            self.optimizer: Any = None
+            self.schedule: LRSchedule | None = None
+            if self.optim_config is None:
+                for chunk in self.chunks:
+                    chunk.requires_grad_(False)
+            else:
+                self._add_optimizer(self.optim_config, dtype)
+        self._vocab = self._vocab_shard(settings.vocab_size)
+        self._parkings = self._make_parkings()
+        self._set_training(False)
+        self._park("model")
+        self._park("optimizer")
+
+    def _head_outputs(self) -> int:
+        if self.head == "lm":
+            return 0
+        names = self.hf_config.architectures or []
+        if self.head == "classifier" and any(name.endswith("ForSequenceClassification") for name in names):
+            return int(self.hf_config.num_labels)
+        return 1
+
+    def _load_initial_weights(self) -> None:
+        files = CheckpointFiles(resolve_model_dir(self.model_config.path, use_shm=self.model_config.use_shm))
+        missing = self.bridge.load(files, optional=frozenset({"score.weight", "score.bias"}))
+        if missing and self.head == "classifier":
+            logger.warning(
+                "%s has no trained score head; it starts at zero and every score is 0 until it is trained",
+                self.model_config.path,
+            )
+        if self.megatron_config.use_dist_checkpointing:
+            from verl.workers.engine import megatron_state
+
+            assert self.megatron_config.dist_checkpointing_path is not None
+            megatron_state.load_weights(self, Path(self.megatron_config.dist_checkpointing_path))
+
+    def _add_optimizer(self, optim: OptimConfig, dtype: torch.dtype) -> None:
+        """Wrap the model for gradient reduction and make Megatron's optimizer."""
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        distributed = self.megatron_config.use_distributed_optimizer
+        reduction = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+        self.chunks = [
+            DistributedDataParallel(config=self.config, ddp_config=reduction, module=chunk) for chunk in self.models
+        ]
+        self.config.finalize_model_grads_func = finalize_model_grads
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=optim.lr,
+            weight_decay=optim.weight_decay,
+            adam_beta1=float(optim.betas[0]),
+            adam_beta2=float(optim.betas[1]),
+            adam_eps=optim.eps,
+            clip_grad=0.0,  # clipped here, after a look at the norm
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=distributed,
+        )
+        # no exceptions from weight decay: every engine decays every parameter
+        self.optimizer = get_megatron_optimizer(
+            settings, self.chunks, config_overrides={}, use_gloo_process_groups=self.device.type != "cpu"
+        )
+        self.schedule = LRSchedule(optim)
+
+    def _vocab_shard(self, tokens: int) -> VocabShard | None:
+        """This rank's part of the output embedding; None on stages without one."""
+        if self.head != "lm" or not self.models[-1].post_process:
+            return None
+        rows = self._output_weight().shape[0]
+        first = self.layout.tp_rank * rows
+        return VocabShard(first, max(0, min(rows, tokens - first)), self.bridge.tp_group)
+
+    def _output_weight(self) -> Tensor:
+        model = self.models[-1]
+        weight: Tensor = (
+            model.shared_embedding_or_output_weight()
+            if model.share_embeddings_and_output_weights
+            else model.output_layer.weight
+        )
+        return weight
+
+    # ---- running ------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        batch: TensorDict | Mapping[str, Tensor],
+        want: frozenset[str],
+        *,
+        micro: MicroBatching,
+        temperature: float = 1.0,
+        adapter: bool = True,
+    ) -> dict[str, Tensor]:
+        self._check(want)
+        rows_of = as_tensordict(batch)
+        rows = rows_of["input_ids"].shape[0]
+        plan = self._plan(rows_of, micro)
+        pieces: list[dict[str, Tensor]] = []
+
+        def keep(item: _MicroBatch, outputs: dict[str, Tensor]) -> Tensor:
+            pieces.append(outputs)
+            return next(iter(outputs.values())).new_zeros(())
+
+        with self.resident(optimizer=False), torch.no_grad():
+            self._set_training(False)
+            self._run(rows_of, plan, want, temperature, keep, forward_only=True)
+        joined = join_rows(pieces, plan.parts, rows) if pieces else {}
+        return {name: value for name, value in self._from_last_stage(joined).items() if name in want}
+
+    def train_batch(
+        self,
+        batch: TensorDict | Mapping[str, Tensor],
+        loss: LossFn,
+        *,
+        want: frozenset[str],
+        micro: MicroBatching,
+        temperature: float = 1.0,
+        advance_lr: bool = True,
+    ) -> MetricSet:
+        if self.optimizer is None or self.schedule is None or self.optim_config is None:
+            raise ConfigError("this engine was made without an optimizer and only evaluates; give it optim_config")
+        self._check(want)
+        rows_of = as_tensordict(batch)
+        plan = self._plan(rows_of, micro)
+        pieces: list[MetricSet] = []
+
+        def differentiate(item: _MicroBatch, outputs: dict[str, Tensor]) -> Tensor:
+            if item.rows.batch_size[0] == 0:  # nothing to learn, but other ranks wait in the backward pass
+                return torch.stack([value.sum() for value in outputs.values()]).sum()
+            value, metrics = loss(outputs, item.rows, plan.info)
+            pieces.append(metrics)
+            return value
+
+        with self.resident(optimizer=True):
+            self._set_training(True)
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            self._run(rows_of, plan, want, temperature, differentiate, forward_only=False)
+            lr = self.schedule.lr(self.lr_step)
+            norm, finite = self._step(lr)
+            self.step += 1
+            self.lr_step += int(advance_lr)
+        metrics = MetricSet()
+        if self.layout.pp_rank == self.layout.pp_size - 1:
+            metrics = reduce_metrics(pieces, dp_size=self.layout.dp_size, group=self._dp_group())
+        metrics = self._from_last_stage(metrics)
+        metrics["grad_norm"] = mmean(norm, 1.0)
+        metrics["lr"] = mmean(lr, 1.0)
+        metrics["skipped_steps"] = msum(0.0 if finite else 1.0)
+        return metrics
+
+    def _step(self, lr: float) -> tuple[float, bool]:
+        """Clip and step; returns the norm before clipping and whether it was finite. Nothing changes if it was not."""
+        assert self.optim_config is not None
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        finite = math.isfinite(norm)
+        if not finite:
+            logger.warning(
+                "gradient norm is %s at step %d: parameters stay as they are; look at the inputs of the loss",
+                norm,
+                self.step,
+            )
+            return norm, False
+        largest = float(self.optim_config.clip_grad)
+        if 0 < largest < norm:
+            grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+            torch._foreach_mul_(grads, largest / (norm + 1e-6))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step_with_ready_grads()
+        return norm, True
+
+    def _run(
+        self,
+        batch: TensorDict,
+        plan: BatchPlan,
+        want: frozenset[str],
+        temperature: float,
+        consume: Any,
+        *,
+        forward_only: bool,
+    ) -> None:
+        """Run Megatron-core's schedule over the micro-batches; ``consume`` is called on the last stage."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        rows = batch["input_ids"].shape[0]
+        parts = list(plan.parts)
+        if self.config.virtual_pipeline_model_parallel_size:  # the interleaved schedule goes in rounds of all stages
+            parts += [[] for _ in range(-len(parts) % self.layout.pp_size)]
+        layouts = [self._row_layout(take_rows(batch, part, rows)) for part in parts]
+        tokens = [self._padded(layout.input_ids.shape[1]) for _, layout in layouts]
+        if self.config.virtual_pipeline_model_parallel_size:
+            tokens = [max(tokens)] * len(tokens)
+        items = [
+            self._micro_batch(part, layout, length) for (part, layout), length in zip(layouts, tokens, strict=True)
+        ]
+        for item in items[len(plan.parts) :]:
+            item.surplus = True
+        count = len(items)
+
+        def forward_step(iterator: Iterator[_MicroBatch], model: Any) -> tuple[Tensor, Any]:
+            item = next(iterator)
+            hidden = model(
+                input_ids=item.input_ids, position_ids=None, attention_mask=None, packed_seq_params=item.packed
+            )
+
+            def finish(hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+                outputs = self._outputs(hidden, item.layout, want, temperature)
+                if forward_only and item.surplus:
+                    return hidden.new_zeros(()), {}
+                # the schedule takes the mean over micro-batches; losses here are parts of one sum
+                return consume(item, outputs) * count, {}
+
+            return hidden, finish
+
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(items) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=count,
+            seq_length=max(tokens),  # read only where all are the same
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _row_layout(self, rows: TensorDict) -> tuple[TensorDict, RowLayout]:
+        layout = build_layout(
+            rows["input_ids"],
+            rows["attention_mask"],
+            rows["position_ids"],
+            rows["response_mask"],
+            packed=True,
+            share_prompts=self.share_prompts,
+        )
+        return rows, layout.to(self.device)
+
+    def _padded(self, tokens: int) -> int:
+        """Length of a sequence that ranks can divide."""
+        unit = self.layout.sp_size * (self.layout.tp_size if self.config.sequence_parallel else 1)
+        return tokens + -tokens % unit
+
+    def _micro_batch(self, rows: TensorDict, layout: RowLayout, tokens: int) -> _MicroBatch:
+        """This rank's slice of the packed rows, padded to ``tokens`` in all."""
+        padding = tokens - layout.input_ids.shape[1]
+        ids, positions = (
+            torch.nn.functional.pad(x, (0, padding)).chunk(self.layout.sp_size, 1)[self.layout.sp_rank]
+            for x in (layout.input_ids, layout.position_ids)
+        )
+        packed = self._parts.PackedRows(plan=layout.plan, positions=positions[0])
+        if self.device.type != "cpu":
+            rows = rows.to(self.device)
+        return _MicroBatch(rows, layout, ids, packed)
+
+    def _outputs(
+        self, hidden: Tensor, layout: RowLayout, want: frozenset[str], temperature: float
+    ) -> dict[str, Tensor]:
+        """The wanted fields from the last stage's hidden states (1, tokens, H)."""
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        states = hidden[0]
+        if self.config.sequence_parallel:
+            # what follows is the same on every tensor-parallel rank, and so is its gradient
+            states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
+        if self.head == "classifier":
+            if layout.rows == 0:
+                return {"scores": self._apply_head(states[:1]).sum(0) * torch.zeros(0, device=states.device)}
+            scores = self._at(states, layout.last_index, lambda x, index: self._apply_head(x))
+            return {"scores": scores[:, 0] if scores.shape[1] == 1 else scores}
+        if self.head == "value":
+            values = self._at(states, layout.predict_index, lambda x, index: self._apply_head(x))
+            return place_results(layout, {"values": values[:, 0]})
+        results = self._at(
+            states, layout.predict_index, lambda x, index: self._log_probs(x, layout.targets[index], want, temperature)
+        )
+        names = ["log_probs", *(name for name in ("entropys", "sum_pi_squared") if name in want)]
+        return place_results(layout, dict(zip(names, results.unbind(1), strict=True)))
+
+    def _log_probs(self, states: Tensor, targets: Tensor, want: frozenset[str], temperature: float) -> Tensor:
+        """(n, fields) log-probs, and what else is wanted of the distributions."""
+        assert self._vocab is not None
+        weight = self._output_weight()
+        log_probs, entropies = parallel_token_log_probs(
+            states,
+            weight,
+            targets,
+            self._vocab,
+            temperature=temperature,
+            entropy="entropys" in want,
+            keep=not self.model_config.use_fused_kernels,
+        )
+        fields = [log_probs] if entropies is None else [log_probs, entropies]
+        if "sum_pi_squared" in want:
+            fields.append(parallel_sum_pi_squared(states.detach(), weight, self._vocab, temperature=temperature))
+        return torch.stack(fields, 1)
+
+    def _apply_head(self, states: Tensor) -> Tensor:
+        values: Tensor = self.models[-1].output_layer.apply_head(states)
+        return values
+
+    def _at(self, states: Tensor, index: Tensor, compute: Any) -> Tensor:
+        """``compute`` at some positions of the whole sequence, of which context-parallel ranks have a slice each."""
+        if self.layout.sp_size == 1:
+            everything = torch.arange(len(index), device=index.device)
+            return compute(states.index_select(0, index), everything)
+        first = self.layout.sp_rank * states.shape[0]
+        mine = torch.nonzero((index >= first) & (index < first + states.shape[0]))[:, 0]
+        values = compute(states.index_select(0, index[mine] - first), mine)
+        whole = values.new_zeros(len(index), *values.shape[1:]).index_copy(0, mine, values)
+        return _SumOverRanks.apply(whole, self._cp_group())
+
+    def _plan(self, batch: TensorDict, micro: MicroBatching) -> BatchPlan:
+        if micro.max_tokens is not None:  # which counts for one rank
+            micro = replace(micro, max_tokens=micro.max_tokens * self.layout.sp_size)
+        return plan_batch(
+            batch, micro, share_prompts=self.share_prompts, dp_size=self.layout.dp_size, group=self._dp_group()
+        )
+
+    def _check(self, want: frozenset[str]) -> None:
+        offered = _OUTPUTS[self.head]
+        if not want <= offered:
+            raise ConfigError(
+                f"a model with the head {self.head!r} computes {sorted(offered)}, not {sorted(want - offered)}"
+            )
+
+    def _set_training(self, training: bool) -> None:
+        for chunk in self.chunks:
+            chunk.train(training)
+
+    def _dp_group(self) -> dist.ProcessGroup:
+        from megatron.core import parallel_state
+
+        return parallel_state.get_data_parallel_group()
+
+    def _cp_group(self) -> dist.ProcessGroup:
+        from megatron.core import parallel_state
+
+        return parallel_state.get_context_parallel_group()
+
+    def _from_last_stage(self, value: Any) -> Any:
+        """What the last pipeline stage has, on all of them."""
+        if self.layout.pp_size == 1:
+            return value
+        group = self.bridge.pp_group
+        box = [value]
+        dist.broadcast_object_list(box, dist.get_global_rank(group, self.layout.pp_size - 1), group=group)
+        received = box[0]
+        if type(received) is dict:  # of tensors, which arrive on the device of their sender
+            return {name: tensor.to(self.device) for name, tensor in received.items()}
+        return received
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        with self.resident(optimizer=False):
+            yield from self.bridge.export()
+
+    def local_tensors(self) -> dict[str, Tensor] | None:
+        """None: fused weights are stored in another order than the Hugging Face tensors they are made of."""
+        return None
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path, contents: frozenset[str] = _TRAINED) -> None:
+        from verl.workers.engine import megatron_state
+
+        with self.resident(optimizer=True):
+            megatron_state.save(self, Path(path), frozenset(contents))
+
+    def load(self, path: str | Path, contents: frozenset[str] = _TRAINED) -> None:
+        from verl.workers.engine import megatron_state
+
+        with self.resident(optimizer=True):
+            megatron_state.load(self, Path(path), frozenset(contents))
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def resident(self, *, optimizer: bool) -> Iterator[None]:
+        parts = ["model", "optimizer"] if optimizer and self.optimizer is not None else ["model"]
+        for part in parts:
+            self._depth[part] += 1
+            if self._depth[part] == 1:
+                for parking in self._parkings[part]:
+                    parking.come_back()
+        try:
+            yield
+        finally:
+            for part in reversed(parts):
+                self._depth[part] -= 1
+                self._park(part)
+
+    def _park(self, part: str) -> None:
+        if self._depth[part] == 0 and self._parkings[part]:
+            for parking in self._parkings[part]:
+                parking.leave()
+            empty_cache(self.device)
+
+    def _make_parkings(self) -> dict[str, list[Parking]]:
+        """What moves to the host; nothing on CPU, where the host is the device."""
+        found: dict[str, list[Parking]] = {"model": [], "optimizer": []}
+        if self.device.type == "cpu":
+            return found
+        config = self.megatron_config
+        if config.param_offload:
+            found["model"].append(Parking(self.bridge.local.values))
+        if self.optimizer is None:
+            return found
+        if config.grad_offload:
+            found["optimizer"].append(Parking(self._gradients, keep=False))
+        if config.optimizer_offload:
+            found["optimizer"].append(Parking(self._optimizer_tensors))
+        return found
+
+    def _gradients(self) -> list[Tensor]:
+        return [buffer.grad_data for c in self.chunks for buffer in (*c.buffers, *c.expert_parallel_buffers)]
+
+    def _optimizer_tensors(self) -> list[Tensor]:
+        """State, and the optimizer's own copies of the parameters where it has some."""
+        model = {tensor.untyped_storage()._cdata for tensor in self.bridge.local.values()}
+        tensors: list[Tensor] = []
+        for group in self.optimizer.param_groups:
+            tensors += [p for p in group["params"] if p.untyped_storage()._cdata not in model]
+        for values in self.optimizer.state.values():
+            tensors += [value for value in values.values() if isinstance(value, Tensor) and value.dim() > 0]
+        return tensors
+
+    def state_bytes(self) -> dict[str, int]:
+        return {
+            "parameters": sum(tensor.nbytes for tensor in self.bridge.local.values()),
+            "gradients": 0 if self.optimizer is None else sum(tensor.nbytes for tensor in self._gradients()),
+            "optimizer": 0 if self.optimizer is None else sum(tensor.nbytes for tensor in self._optimizer_tensors()),
+        }
+
+    def memory(self) -> MemoryStats:
+        stats = device_memory_stats(self.device)
+        return MemoryStats(
+            allocated=stats.allocated,
+            reserved=stats.reserved,
+            max_allocated=stats.max_allocated,
+            max_reserved=stats.max_reserved,
+            host_used=stats.cpu_used,
+        )
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum of what ranks have; each rank's gradient is for its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+__all__ = ["MegatronEngine"]

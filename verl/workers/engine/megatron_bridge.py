@@ -1,0 +1,472 @@
+"""Weights between Hugging Face checkpoints and Megatron-core's model, both ways, one tensor at a time.
+
+:func:`weight_table` lists, per family, the Megatron weights of a model with the Hugging Face tensors that each is made
+of. Names on the Hugging Face side are those of Transformers' modules, in its order; experts are stacked there, and one
+by one in most checkpoint files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
+
+from verl.errors import ConfigError
+from verl.workers.engine.base import ParallelLayout
+from verl.workers.engine.megatron_forms import Cut, Form, FusedQKV, GateUp, Vocabulary, Whole
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One Megatron weight.
+
+    Attributes:
+        megatron: its name, with layers counted over the whole model; ``{expert}`` stands for the number of an expert
+            on its rank.
+        hf: names of the Hugging Face tensors it is made of.
+        form: how it is cut.
+        experts: number of experts whose weights ``hf`` stacks along a first dimension; 0 for other weights.
+        files: names in checkpoint files that hold experts one by one, with ``{expert}``, and how these are cut.
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    form: Form
+    experts: int = 0
+    files: tuple[str, ...] = ()
+    file_form: Form | None = None
+
+
+# ---- tables -----------------------------------------------------------------------------------------------------
+
+
+def weight_table(config: PreTrainedConfig, *, head: str, multiple_of: int, grouped: bool) -> list[Weight]:
+    """Every weight of a model.
+
+    Args:
+        config: of the Hugging Face model.
+        head: ``"lm"``, ``"value"`` or ``"classifier"``.
+        multiple_of: see :class:`~verl.workers.engine.megatron_forms.Vocabulary`.
+        grouped: experts of a rank are one module rather than one each.
+    """
+    vocabulary = Vocabulary(config.vocab_size, multiple_of)
+    table = [Weight("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), vocabulary)]
+    for layer in range(config.num_hidden_layers):
+        here, there = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        for weight in _LAYERS[config.model_type](config, layer, grouped):
+            table.append(
+                Weight(
+                    here + weight.megatron,
+                    tuple(there + name for name in weight.hf),
+                    weight.form,
+                    weight.experts,
+                    tuple(there + name for name in weight.files),
+                    weight.file_form,
+                )
+            )
+    table.append(Weight("decoder.final_layernorm.weight", ("model.norm.weight",), Whole()))
+    if head != "lm":
+        table.append(Weight("output_layer.weight", ("score.weight",), Whole()))
+        table.append(Weight("output_layer.bias", ("score.bias",), Whole()))
+    elif not config.tie_word_embeddings:
+        table.append(Weight("output_layer.weight", ("lm_head.weight",), vocabulary))
+    return table
+
+
+def _norms() -> list[Weight]:
+    return [
+        Weight("input_layernorm.weight", ("input_layernorm.weight",), Whole()),
+        Weight("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Whole()),
+    ]
+
+
+def _attention(config: PreTrainedConfig, *, bias: bool = False, qk_norm: bool = False) -> list[Weight]:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    fused = FusedQKV(config.num_attention_heads, config.num_key_value_heads, head_dim)
+    kinds = ("weight", "bias") if bias else ("weight",)
+    table = [
+        Weight(f"self_attention.linear_qkv.{kind}", tuple(f"self_attn.{x}_proj.{kind}" for x in "qkv"), fused)
+        for kind in kinds
+    ]
+    table.append(Weight("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Cut(1)))
+    if qk_norm:
+        for x in "qk":
+            table.append(Weight(f"self_attention.{x}_layernorm.weight", (f"self_attn.{x}_norm.weight",), Whole()))
+    return table
+
+
+def _latent_attention(config: PreTrainedConfig) -> list[Weight]:
+    query: list[tuple[str, str, Form]]
+    if config.q_lora_rank is None:
+        query = [("linear_q_proj", "q_proj", Cut(0))]
+    else:
+        query = [
+            ("linear_q_down_proj", "q_a_proj", Whole()),
+            ("q_layernorm", "q_a_layernorm", Whole()),
+            ("linear_q_up_proj", "q_b_proj", Cut(0)),
+        ]
+    rest: list[tuple[str, str, Form]] = [
+        ("linear_kv_down_proj", "kv_a_proj_with_mqa", Whole()),
+        ("kv_layernorm", "kv_a_layernorm", Whole()),
+        ("linear_kv_up_proj", "kv_b_proj", Cut(0)),
+        ("linear_proj", "o_proj", Cut(1)),
+    ]
+    return [
+        Weight(f"self_attention.{here}.weight", (f"self_attn.{there}.weight",), form)
+        for here, there, form in query + rest
+    ]
+
+
+def _mlp(here: str = "mlp", there: str = "mlp") -> list[Weight]:
+    return [
+        Weight(f"{here}.linear_fc1.weight", (f"{there}.gate_proj.weight", f"{there}.up_proj.weight"), GateUp()),
+        Weight(f"{here}.linear_fc2.weight", (f"{there}.down_proj.weight",), Cut(1)),
+    ]
+
+
+def _experts(count: int, grouped: bool) -> list[Weight]:
+    """Routed experts and their router."""
+
+    def name(linear: str) -> str:
+        return (
+            f"mlp.experts.{linear}.weight{{expert}}"
+            if grouped
+            else f"mlp.experts.local_experts.{{expert}}.{linear}.weight"
+        )
+
+    one = "mlp.experts.{expert}."
+    return [
+        Weight("mlp.router.weight", ("mlp.gate.weight",), Whole()),
+        Weight(
+            name("linear_fc1"),
+            ("mlp.experts.gate_up_proj",),
+            GateUp(stacked=True),
+            count,
+            (one + "gate_proj.weight", one + "up_proj.weight"),
+            GateUp(),
+        ),
+        Weight(name("linear_fc2"), ("mlp.experts.down_proj",), Cut(1), count, (one + "down_proj.weight",), Cut(1)),
+    ]
+
+
+def _llama_layer(config: PreTrainedConfig, layer: int, grouped: bool) -> list[Weight]:
+    return _attention(config) + _mlp() + _norms()
+
+
+def _qwen2_layer(config: PreTrainedConfig, layer: int, grouped: bool) -> list[Weight]:
+    return _attention(config, bias=True) + _mlp() + _norms()
+
+
+def _qwen3_layer(config: PreTrainedConfig, layer: int, grouped: bool) -> list[Weight]:
+    return _attention(config, qk_norm=True) + _mlp() + _norms()
+
+
+def _qwen3_moe_layer(config: PreTrainedConfig, layer: int, grouped: bool) -> list[Weight]:
+    sparse = (layer + 1) % config.decoder_sparse_step == 0 and layer not in (config.mlp_only_layers or ())
+    mlp = _experts(config.num_experts, grouped) if sparse else _mlp()
+    return _attention(config, qk_norm=True) + mlp + _norms()
+
+
+def _deepseek_layer(config: PreTrainedConfig, layer: int, grouped: bool) -> list[Weight]:
+    if layer < config.first_k_dense_replace:
+        mlp = _mlp()
+    else:
+        mlp = _experts(config.n_routed_experts, grouped)
+        if config.model_type == "deepseek_v3":
+            mlp.append(Weight("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",), Whole()))
+        if config.n_shared_experts:
+            mlp += _mlp("mlp.shared_experts", "mlp.shared_experts")
+    return _latent_attention(config) + mlp + _norms()
+
+
+_LAYERS: dict[str, Callable[[PreTrainedConfig, int, bool], list[Weight]]] = {
+    "deepseek_v2": _deepseek_layer,
+    "deepseek_v3": _deepseek_layer,
+    "gemma": _llama_layer,
+    "llama": _llama_layer,
+    "qwen2": _qwen2_layer,
+    "qwen3": _qwen3_layer,
+    "qwen3_moe": _qwen3_moe_layer,
+}
+
+
+# ---- files ------------------------------------------------------------------------------------------------------
+
+
+class CheckpointFiles:
+    """The tensors of a Hugging Face model directory, each read when asked for.
+
+    Args:
+        directory: with ``*.safetensors``, or PyTorch files, which are read whole.
+
+    Raises:
+        ConfigError: there are no weights.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._file_of: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        index = sorted(directory.glob("*.index.json"))
+        files = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model*.bin"))
+        if not files:
+            raise ConfigError(f"{directory} holds no *.safetensors and no pytorch_model*.bin to read weights from")
+        if index:
+            weight_map: dict[str, str] = json.loads(index[0].read_text())["weight_map"]
+            self._file_of = {name: directory / file for name, file in weight_map.items()}
+        else:
+            for file in files:
+                self._file_of |= dict.fromkeys(self._names(file), file)
+
+    def _names(self, file: Path) -> list[str]:
+        handle = self._handle(file)
+        return list(handle.keys())
+
+    def _handle(self, file: Path) -> Any:
+        if file not in self._open:
+            if file.suffix == ".safetensors":
+                from safetensors import safe_open
+
+                self._open[file] = safe_open(file, framework="pt")
+            else:
+                self._open[file] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        return self._open[file]
+
+    def _find(self, name: str) -> str | None:
+        """The name in the files; a bare backbone is stored without the prefix."""
+        return next((n for n in (name, name.removeprefix("model.")) if n in self._file_of), None)
+
+    def __contains__(self, name: str) -> bool:
+        return self._find(name) is not None
+
+    def get(self, name: str) -> Tensor:
+        """One tensor, on the host.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        stored = self._find(name)
+        if stored is None:
+            raise ConfigError(
+                f"{self.directory} has no weight {name!r}; its files do not belong to the model type in its config.json"
+            )
+        handle = self._handle(self._file_of[stored])
+        tensor: Tensor = handle.get_tensor(stored) if hasattr(handle, "get_tensor") else handle[stored]
+        return tensor
+
+
+# ---- the bridge -------------------------------------------------------------------------------------------------
+
+
+def hugging_face_names(config: PreTrainedConfig, head: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of Transformers' parameters and stored buffers, tied ones once, in its order."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config) if head == "lm" else AutoModel.from_config(config)
+    prefix = "" if head == "lm" else "model."
+    found = {prefix + name: tuple(p.shape) for name, p in model.named_parameters()}
+    for name, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                found[f"{prefix}{name}.{key}"] = tuple(buffer.shape)
+    return found
+
+
+class Bridge:
+    """Moves weights between one model on this group of ranks and its Hugging Face form.
+
+    Args:
+        config: of the Hugging Face model.
+        chunks: this rank's pieces of the model.
+        layout: where this rank stands.
+        head: ``"lm"``, ``"value"`` or ``"classifier"``.
+        outputs: outputs of a head that is not a language model's.
+        multiple_of: see :class:`~verl.workers.engine.megatron_forms.Vocabulary`.
+        grouped: experts of a rank are one module.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        chunks: Sequence[Any],
+        layout: ParallelLayout,
+        *,
+        head: str,
+        outputs: int,
+        multiple_of: int,
+        grouped: bool,
+    ) -> None:
+        from megatron.core import parallel_state
+
+        self.layout = layout
+        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        self.pp_group = parallel_state.get_pipeline_model_parallel_group()
+        self.ep_group = parallel_state.get_expert_model_parallel_group()
+        self.etp_group = parallel_state.get_expert_tensor_parallel_group()
+        self.local = _local_weights(chunks)
+        self.table = weight_table(config, head=head, multiple_of=multiple_of, grouped=grouped)
+        self.shapes = hugging_face_names(config, head)
+        if head != "lm":
+            self.shapes["score.weight"] = (outputs, config.hidden_size)
+            if any("output_layer.bias" in names for names in self._on_every_stage({"output_layer.bias"})):
+                self.shapes["score.bias"] = (outputs,)
+            else:
+                self.table.pop()
+        self._check_table()
+        self.tied = head == "lm" and bool(config.tie_word_embeddings)
+        self._maker = {name: (weight, i) for weight in self.table for i, name in enumerate(weight.hf)}
+        self._owners = self._find_owners()
+
+    def _on_every_stage(self, names: set[str]) -> list[set[str]]:
+        """Which of ``names`` each pipeline stage has."""
+        found: list[Any] = [None] * self.layout.pp_size
+        dist.all_gather_object(found, names & set(self.local), group=self.pp_group)
+        return found
+
+    def _check_table(self) -> None:
+        mine = {name for weight in self.table for name in weight.hf}
+        if mine != set(self.shapes):
+            lacking, extra = sorted(set(self.shapes) - mine), sorted(mine - set(self.shapes))
+            raise ConfigError(
+                f"this model has weights that the Megatron engine does not know: {lacking[:3]}"
+                + (f"; and lacks {extra[:3]}" if extra else "")
+                + "; use strategy=fsdp"
+            )
+
+    def _find_owners(self) -> dict[str, tuple[int, torch.dtype]]:
+        """Megatron name -> (first pipeline stage that has it, its dtype)."""
+        mine = {name: tensor.dtype for name, tensor in self.local.items()}
+        stages: list[Any] = [None] * self.layout.pp_size
+        dist.all_gather_object(stages, mine, group=self.pp_group)
+        owners: dict[str, tuple[int, torch.dtype]] = {}
+        for stage, names in enumerate(stages):
+            for name, dtype in names.items():
+                owners.setdefault(name, (stage, dtype))
+        return owners
+
+    # ---- Hugging Face to Megatron
+
+    @torch.no_grad()
+    def load(self, files: CheckpointFiles, *, optional: frozenset[str] = frozenset()) -> list[str]:
+        """Fill this rank's weights.
+
+        Args:
+            files: to read.
+            optional: Hugging Face names that may be missing; their weights are set to zero.
+
+        Returns:
+            Those of ``optional`` that were missing.
+        """
+        missing = []
+        for weight in self.table:
+            for name, tensor in self._held(weight):
+                absent = [n for n in weight.hf if n in optional and n not in files]
+                if absent:
+                    missing += absent
+                    tensor.zero_()
+                    continue
+                tensor.copy_(self._part(weight, name, files))
+        if self.tied and "output_layer.weight" in self.local:
+            embedding = self.table[0]
+            self.local["output_layer.weight"].copy_(self._part(embedding, embedding.megatron, files))
+        return missing
+
+    def _held(self, weight: Weight) -> Iterator[tuple[str, Tensor]]:
+        """This rank's tensors of a weight; several for experts."""
+        if not weight.experts:
+            if weight.megatron in self.local:
+                yield weight.megatron, self.local[weight.megatron]
+            return
+        for number in range(weight.experts // self.layout.ep_size):
+            name = weight.megatron.format(expert=number)
+            if name in self.local:
+                yield name, self.local[name]
+
+    def _part(self, weight: Weight, name: str, files: CheckpointFiles) -> Tensor:
+        if not weight.experts:
+            tensors = [files.get(n) for n in weight.hf]
+            return weight.form.shard(tensors, self.layout.tp_rank, self.layout.tp_size)
+        per_rank = weight.experts // self.layout.ep_size
+        local = next(i for i in range(per_rank) if weight.megatron.format(expert=i) == name)
+        expert = self.layout.ep_rank * per_rank + local
+        rank, ranks = self.etp_group.rank(), self.etp_group.size()
+        if weight.hf[0] in files:
+            return weight.form.shard([files.get(weight.hf[0])[expert]], rank, ranks)
+        assert weight.file_form is not None
+        return weight.file_form.shard([files.get(n.format(expert=expert)) for n in weight.files], rank, ranks)
+
+    # ---- Megatron to Hugging Face
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and whole tensors, in Transformers' order. Collective: every rank draws all of them."""
+        ready: dict[str, Tensor] = {}
+        for name in self.shapes:
+            if name not in ready:
+                weight, _ = self._maker[name]
+                ready.update(zip(weight.hf, self._whole(weight), strict=True))
+            yield name, ready.pop(name)
+
+    @torch.no_grad()
+    def _whole(self, weight: Weight) -> list[Tensor]:
+        """The Hugging Face tensors of one weight on every rank."""
+        stage, dtype = self._owners[weight.megatron.format(expert=0)]
+        if self.layout.pp_rank == stage:
+            tensors = self._joined_experts(weight) if weight.experts else self._joined(weight)
+        else:
+            device = next(iter(self.local.values())).device
+            tensors = [torch.empty(self.shapes[name], dtype=dtype, device=device) for name in weight.hf]
+        if self.layout.pp_size > 1:
+            source = dist.get_global_rank(self.pp_group, stage)
+            tensors = [tensor.contiguous() for tensor in tensors]
+            for tensor in tensors:
+                dist.broadcast(tensor, source, group=self.pp_group)
+        return tensors
+
+    def _joined(self, weight: Weight) -> list[Tensor]:
+        local = self.local[weight.megatron].detach()
+        whole = isinstance(weight.form, Whole)
+        return weight.form.join([local] if whole else _gathered(local, self.tp_group))
+
+    def _joined_experts(self, weight: Weight) -> list[Tensor]:
+        local = torch.stack([tensor.detach() for _, tensor in self._held(weight)])
+        parts = _gathered(local, self.etp_group)
+        mine = torch.stack([weight.form.join([part[i] for part in parts])[0] for i in range(local.shape[0])])
+        return [torch.cat(_gathered(mine, self.ep_group))]
+
+
+def _local_weights(chunks: Sequence[Any]) -> dict[str, Tensor]:
+    """Parameters and stored buffers of this rank's pieces, with layers counted over the whole model."""
+    found: dict[str, Tensor] = {}
+    for chunk in chunks:
+        numbers = {f"decoder.layers.{i}.": layer.layer_number - 1 for i, layer in enumerate(chunk.decoder.layers)}
+        for name, tensor in _stored(chunk):
+            for prefix, number in numbers.items():
+                if name.startswith(prefix):
+                    name = f"decoder.layers.{number}.{name.removeprefix(prefix)}"
+                    break
+            found[name] = tensor
+    return found
+
+
+def _stored(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    for name, child in module.named_modules():
+        for key, buffer in child._buffers.items():
+            if buffer is not None and key not in child._non_persistent_buffers_set:
+                yield (f"{name}.{key}" if name else key), buffer
+
+
+def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """The tensors of all ranks of a group, in order."""
+    if group.size() == 1:
+        return [tensor]
+    tensor = tensor.contiguous()
+    everyone = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(everyone, tensor, group=group)
+    return everyone

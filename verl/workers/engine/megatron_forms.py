@@ -1,0 +1,113 @@
+"""How a Hugging Face tensor lies in Megatron-core's tensor-parallel ranks: pure functions, both ways.
+
+Each form says how the tensors of one Megatron weight are cut for a rank, and how the ranks' parts are joined again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class Form(ABC):
+    """A rule between the Hugging Face tensors of one weight and the parts that tensor-parallel ranks hold."""
+
+    @abstractmethod
+    def shard(self, tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
+        """The part of one rank."""
+
+    @abstractmethod
+    def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The Hugging Face tensors from the parts of all ranks in order."""
+
+
+@dataclass(frozen=True)
+class Whole(Form):
+    """Every rank holds all of it."""
+
+    def shard(self, tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
+        return tensors[0]
+
+    def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return [parts[0]]
+
+
+@dataclass(frozen=True)
+class Cut(Form):
+    """Cut into equal parts along a dimension: 0 for products that make heads or hidden units, 1 for those back."""
+
+    dim: int
+
+    def shard(self, tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
+        return tensors[0].chunk(ranks, self.dim)[rank]
+
+    def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.cat(list(parts), self.dim) if len(parts) > 1 else parts[0]]
+
+
+@dataclass(frozen=True)
+class Vocabulary(Form):
+    """Rows by token, with rows of zeros at the end so that the parts are equal."""
+
+    tokens: int
+    multiple_of: int
+
+    def shard(self, tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
+        unit = ranks * self.multiple_of
+        part = -(-self.tokens // unit) * unit // ranks
+        rows = tensors[0][rank * part : (rank + 1) * part]
+        if rows.shape[0] == part:
+            return rows
+        return torch.cat([rows, rows.new_zeros(part - rows.shape[0], *rows.shape[1:])])
+
+    def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.cat(list(parts))[: self.tokens] if len(parts) > 1 else parts[0][: self.tokens]]
+
+
+@dataclass(frozen=True)
+class FusedQKV(Form):
+    """Query, key and value in one product, ordered by key-value head: its queries, its key, its value.
+
+    Attributes:
+        heads, kv_heads: of the whole model.
+        head_dim: rows of one head.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def shard(self, tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
+        query, key, value = (x.reshape(self.kv_heads, -1, *x.shape[1:]) for x in tensors)
+        fused = torch.cat([query, key, value], 1).flatten(0, 1)
+        return fused.chunk(ranks)[rank]
+
+    def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        fused = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+        queries = self.heads // self.kv_heads
+        grouped = fused.reshape(self.kv_heads, (queries + 2) * self.head_dim, *fused.shape[1:])
+        sizes = [queries * self.head_dim, self.head_dim, self.head_dim]
+        return [x.flatten(0, 1) for x in grouped.split(sizes, 1)]
+
+
+@dataclass(frozen=True)
+class GateUp(Form):
+    """Gate and up projection in one product; each rank has its part of the one, then its part of the other.
+
+    Hugging Face has them as two tensors, or, with ``stacked``, as one with the gate first.
+    """
+
+    stacked: bool = False
+
+    def shard(self, tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
+        gate, up = tensors[0].chunk(2) if self.stacked else tensors
+        return torch.cat([gate.chunk(ranks)[rank], up.chunk(ranks)[rank]])
+
+    def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        halves = [part.chunk(2) for part in parts]
+        gate, up = (torch.cat([half[index] for half in halves]) for index in (0, 1))
+        return [torch.cat([gate, up])] if self.stacked else [gate, up]

@@ -1,0 +1,218 @@
+"""Checkpoints of the Megatron engine: Megatron-core's distributed format, readable under other parallel sizes.
+
+A directory has the same shape as the FSDP2 engine's (:mod:`verl.workers.engine.state`): ``extra/``, ``huggingface/``
+and the marker ``engine.json``, which is written last. Weights and optimizer state are in ``model/`` and
+``optimizer/``, each a directory of Megatron-core's ``dist_checkpointing``: tensors of the whole model under Megatron's
+names, of which every rank reads its part, however the model is divided now.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.errors import CheckpointError
+from verl.models.loading import quiet_transformers, resolve_model_dir
+from verl.utils.seeding import plain_rng_state, set_plain_rng_state
+from verl.workers.engine.megatron_parallel import construction
+from verl.workers.engine.state import (
+    FORMAT_VERSION,
+    MARKER,
+    check_contents,
+    copy_companions,
+    on_all_ranks,
+    read_marker,
+)
+
+if TYPE_CHECKING:
+    from verl.workers.engine.megatron import MegatronEngine
+
+#: the form of the distributed optimizer's state in which it can be read under other sizes
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def save(engine: MegatronEngine, path: Path, contents: frozenset[str]) -> None:
+    """Write the parts named in ``contents`` into directory ``path``. Collective.
+
+    Raises:
+        CheckpointError: an unknown part, the optimizer of an engine that has none, or a failed write (on every rank).
+    """
+    check_contents(contents)
+    if "optimizer" in contents and engine.optimizer is None:
+        raise CheckpointError("this engine only evaluates and has no optimizer to save; drop it from save_contents")
+    rank, world = engine.layout.rank, engine.layout.world_size
+
+    def write_local() -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        if rank == 0:
+            (path / MARKER).unlink(missing_ok=True)
+            for part in ("model", "optimizer"):  # of an earlier save
+                shutil.rmtree(path / part, ignore_errors=True)
+                if part in contents:
+                    (path / part).mkdir()
+        if "extra" in contents:
+            (path / "extra").mkdir(exist_ok=True)
+            torch.save(plain_rng_state(), path / "extra" / f"rng_rank_{rank}.pt")
+            if rank == 0:
+                counters = {"step": engine.step, "lr_step": engine.lr_step}
+                (path / "extra" / "counters.json").write_text(json.dumps(counters))
+        if rank == 0:
+            target = path / "huggingface"
+            target.mkdir(exist_ok=True)
+            engine.hf_config.save_pretrained(target)
+            copy_companions(resolve_model_dir(engine.model_config.path), target)
+            tokenizer = engine.model_config.tokenizer_path
+            if tokenizer and Path(tokenizer).is_dir():
+                copy_companions(Path(tokenizer), target)
+
+    on_all_ranks(world, f"write {path}", write_local)
+    if "model" in contents:
+        _megatron(engine, "write", path / "model", lambda save, _: save(_weights(engine), str(path / "model")))
+    if "optimizer" in contents:
+        _megatron(
+            engine, "write", path / "optimizer", lambda save, _: save(_optimizer(engine), str(path / "optimizer"))
+        )
+    if "hf_model" in contents:
+        export_hf(engine, path / "huggingface")
+
+    def finish() -> None:
+        if rank == 0:
+            marker = {
+                "format": FORMAT_VERSION,
+                "engine": "megatron",
+                "head": engine.head,
+                "world_size": world,
+                "contents": sorted(contents),
+                "parameters": len(engine.bridge.shapes),
+            }
+            (path / MARKER).write_text(json.dumps(marker, indent=1))
+
+    on_all_ranks(world, f"finish {path}", finish)
+
+
+def load(engine: MegatronEngine, path: Path, contents: frozenset[str]) -> None:
+    """Read the parts named in ``contents`` from directory ``path``. Collective.
+
+    Random states are restored where the number of ranks is the saved one; otherwise they are left alone.
+
+    Raises:
+        CheckpointError: the directory is missing or incomplete, lacks a part, or holds another model (on every rank).
+    """
+    check_contents(contents)
+    rank, world = engine.layout.rank, engine.layout.world_size
+    contents = contents - {"hf_model"}  # an export, made from "model"
+    if engine.optimizer is None:
+        contents = contents - {"optimizer"}
+    marker: dict[str, Any] = {}
+    on_all_ranks(world, f"read {path}", lambda: marker.update(_checked_marker(engine, path, contents)))
+    if "model" in contents:
+        load_weights(engine, path)
+    if "optimizer" in contents:
+
+        def read(_: Any, load: Any) -> None:
+            state = load(_optimizer(engine, loading=True), str(path / "optimizer"))
+            engine.optimizer.load_state_dict(state["optimizer"])
+
+        _megatron(engine, "read", path / "optimizer", read)
+    if engine.optimizer is not None and "model" in contents and "optimizer" not in contents:
+        engine.optimizer.reload_model_params()
+    if "extra" in contents:
+
+        def read_extra() -> None:
+            counters = json.loads((path / "extra" / "counters.json").read_text())
+            engine.step, engine.lr_step = int(counters["step"]), int(counters["lr_step"])
+            if marker["world_size"] == world:
+                set_plain_rng_state(torch.load(path / "extra" / f"rng_rank_{rank}.pt", weights_only=True))
+
+        on_all_ranks(world, f"read {path / 'extra'}", read_extra)
+
+
+def load_weights(engine: MegatronEngine, path: Path) -> None:
+    """Read the weights alone from a checkpoint directory. Collective."""
+    marker: dict[str, Any] = {}
+    wanted = frozenset({"model"})
+    on_all_ranks(engine.layout.world_size, f"read {path}", lambda: marker.update(_checked_marker(engine, path, wanted)))
+
+    def read(_: Any, load: Any) -> None:
+        state = load(_weights(engine), str(path / "model"))
+        for number, model in enumerate(engine.models):
+            model.load_state_dict(state[f"model{number}"], strict=True)
+
+    _megatron(engine, "read", path / "model", read)
+
+
+def export_hf(engine: MegatronEngine, target: Path) -> None:
+    """Write the model as ``from_pretrained`` reads it. Collective; rank 0 holds the whole model on the host."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    rank, world = engine.layout.rank, engine.layout.world_size
+    whole: dict[str, Tensor] = {}
+    for name, tensor in engine.named_tensors():
+        if rank == 0:
+            whole[name] = tensor.to("cpu", copy=True)
+    kinds: dict[str, Any] = {
+        "lm": AutoModelForCausalLM,
+        "value": AutoModelForTokenClassification,
+        "classifier": AutoModelForSequenceClassification,
+    }
+
+    def write() -> None:
+        if rank == 0:
+            with quiet_transformers(), torch.device("meta"):
+                if engine.head != "lm":
+                    engine.hf_config.num_labels = whole["score.weight"].shape[0]
+                shell = kinds[engine.head].from_config(engine.hf_config)
+            with quiet_transformers():
+                shell.save_pretrained(target, state_dict=whole)
+
+    on_all_ranks(world, f"write {target}", write)
+
+
+def _checked_marker(engine: MegatronEngine, path: Path, contents: frozenset[str]) -> dict[str, Any]:
+    marker = read_marker(path)
+    if marker["engine"] != "megatron":
+        raise CheckpointError(
+            f"{path} was written by the {marker['engine']} engine; resume with strategy=fsdp, or start from its "
+            "huggingface directory (save it with checkpoint.save_contents=[hf_model,...]) as model.path"
+        )
+    if marker["head"] != engine.head:
+        raise CheckpointError(f"{path} has a {marker['head']!r} head, this engine a {engine.head!r} head")
+    lacking = sorted(contents - set(marker["contents"]))
+    if lacking:
+        raise CheckpointError(
+            f"{path} holds {marker['contents']} and not {lacking}; drop them from checkpoint.load_contents or choose "
+            "another checkpoint"
+        )
+    return marker
+
+
+def _weights(engine: MegatronEngine) -> dict[str, Any]:
+    return {f"model{i}": model.sharded_state_dict(metadata=dict(_METADATA)) for i, model in enumerate(engine.models)}
+
+
+def _optimizer(engine: MegatronEngine, *, loading: bool = False) -> dict[str, Any]:
+    weights = _weights(engine)
+    if len(engine.models) == 1:
+        weights = {"model": weights["model0"]}
+    state = engine.optimizer.sharded_state_dict(weights, is_loading=loading, metadata=dict(_METADATA))
+    return {"optimizer": state}
+
+
+def _megatron(engine: MegatronEngine, verb: str, directory: Path, action: Callable[[Any, Any], None]) -> None:
+    """Call Megatron-core's ``save`` or ``load``; if that fails anywhere every rank raises."""
+    from megatron.core.dist_checkpointing import load as megatron_load
+    from megatron.core.dist_checkpointing import save as megatron_save
+
+    def run() -> None:
+        with construction(engine.device):
+            action(megatron_save, megatron_load)
+
+    dist.barrier()
+    on_all_ranks(engine.layout.world_size, f"{verb} {directory}", run)
