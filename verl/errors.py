@@ -39,6 +39,10 @@ class RewardError(VerlError, RuntimeError):
     """Rewards could not be computed, or too many of them failed for the run to go on."""
 
 
+class TrainingError(VerlError, RuntimeError):
+    """Training cannot go on with the numbers that it has, such as a loss that is not finite."""
+
+
 class CheckpointError(VerlError, RuntimeError):
     """A checkpoint could not be written or read."""
 

@@ -82,6 +82,7 @@ def test_a_dead_worker_is_replaced_without_help(short: list[str], whole: tuple[o
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("workers", "seed"), [(1, 1), (2, 2)])
 def test_killed_again_and_again(base_overrides: list[str], tmp_path: Path, workers: int, seed: int) -> None:
     steps = 24

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from verl.checkpoint import CheckpointManager
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, TrainingError
 
 pytestmark = pytest.mark.e2e
 
@@ -154,3 +154,48 @@ def test_a_deadline_ends_the_run_before_it(run_training: Run, tmp_path: Path) ->
     rows = run_training(*LOCAL, "trainer.time_limit_s=1000", "trainer.esi_redundant_time=999.9")
     assert [row["step"] for row in rows] == [1]
     assert CheckpointManager(tmp_path / "run1").steps() == [1]
+
+
+NAN_LOSS = """
+import torch
+from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
+
+calls = 0
+
+@register_policy_loss("nan_once")
+def nan_once(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None, **kwargs):
+    global calls
+    calls += 1
+    loss = agg_loss(-advantages * torch.exp(log_prob - old_log_prob), response_mask, loss_agg_mode,
+                    **config.global_batch_info)
+    return (loss * float("nan") if calls == 6 else loss), {}  # two updates a step: the second of step 3
+"""
+
+
+@pytest.mark.parametrize("policy", ["skip", "stop", "rollback"])
+def test_an_update_that_is_not_finite(
+    run_training: Run, tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"nan_once_{policy}"
+    (tmp_path / f"{name}.py").write_text(NAN_LOSS.replace("nan_once", name))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    keys = [
+        *LOCAL,
+        *EXPORT,
+        "trainer.total_training_steps=4",
+        "trainer.max_ckpt_to_keep=4",
+        f"actor_rollout_ref.model.external_lib={name}",
+        f"actor_rollout_ref.actor.policy_loss.loss_mode={name}",
+        f"trainer.on_nonfinite={policy}",
+    ]
+    if policy == "stop":
+        with pytest.raises(TrainingError, match="step 3: the loss or gradient of actor is not finite"):
+            run_training(*keys)
+        assert CheckpointManager(tmp_path / "run1").steps() == [1, 2]
+        return
+    rows = run_training(*keys)
+    assert [row["data"]["actor/skipped_steps"] for row in rows] == [0.0, 0.0, 0.5, 0.0]
+    two, three = (exported(tmp_path / "run1" / f"global_step_{step}") for step in (2, 3))
+    went_back = all(torch.equal(two[name], three[name]) for name in two)
+    assert went_back == (policy == "rollback")
+    assert ("checkpoint/rollbacks" in rows[2]["data"]) == (policy == "rollback")

@@ -507,6 +507,11 @@ class TestCollectives:
     def test_a_process_group_from_the_environment(self, gloo):
         assert gloo.all_reduce() == [3.0, 3.0]
 
+    def test_a_stuck_collective_names_the_call_and_the_ranks_that_are_late(self, gloo):
+        with pytest.raises(WorkerError, match=r"(?s)rank 0 failed in all_reduce_without_rank_1.*Timed out.*") as caught:
+            gloo.all_reduce_without_rank_1()
+        assert "ranks [1] are still in all_reduce_without_rank_1()" in str(caught.value)
+
     def test_all_gather(self, gloo):
         data = make(5)
         data.batch["m"] = torch.arange(5, dtype=torch.bfloat16)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -301,6 +302,14 @@ class Collective(Worker):
 
     def __init__(self) -> None:
         dist.init_process_group("gloo", init_method="env://")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def all_reduce_without_rank_1(self) -> None:
+        group = dist.new_group(timeout=timedelta(seconds=1))
+        if self.rank == 1:
+            time.sleep(8)
+        else:
+            dist.all_reduce(torch.zeros(1), group=group)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def all_reduce(self) -> float:

@@ -47,6 +47,12 @@ class RunConfig(Config):
         "and tries again at the next save.",
         choices=("stop", "continue"),
     )
+    on_nonfinite: str = opt(
+        "skip",
+        "What an update means whose loss or gradient is NaN or infinite and which is therefore left out: nothing more; "
+        "the run ends; or models and optimizers go back to the last checkpoint and train on with the next data.",
+        choices=("skip", "stop", "rollback"),
+    )
     verify_checkpoint: bool = opt(
         True, "Compare the files of a checkpoint with its checksums before resuming; a damaged one is passed over."
     )

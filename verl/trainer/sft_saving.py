@@ -84,6 +84,7 @@ class SFTSaver:
         self._commit: BackgroundTask | None = None  # of the first rank
         self._committing = False
         self._info: dict[str, Any] = {}
+        self._newest: Path | None = None  # complete, of this run
 
     def save(
         self, step: int, state: Mapping[str, Any], data_state: Mapping[str, Any], metrics: Mapping[str, float]
@@ -136,8 +137,10 @@ class SFTSaver:
                 if self._staged is not None:
                     staged, info = self._staged, self._info
                     self._commit = BackgroundTask(lambda: staged.commit(info), name="verl-commit")
-            if not on_rank_zero(lambda: self._is_committed(wait)):
+            done = on_rank_zero(lambda: self._is_committed(wait))
+            if done is None:
                 return
+            self._newest = Path(done)
         except CheckpointError as error:
             self._failed(error)
         self._step, self._staged, self._commit, self._committing = None, None, None, False
@@ -153,11 +156,14 @@ class SFTSaver:
             problem = str(error)
         return everywhere(done, problem)
 
-    def _is_committed(self, wait: bool) -> bool:
+    def _is_committed(self, wait: bool) -> str | None:
+        """The directory of a checkpoint that is complete now."""
         assert self._commit is not None
+        assert self.manager is not None
+        assert self._step is not None
         if wait:
             self._commit.wait()
-        return self._commit.done()
+        return str(self.manager.step_dir(self._step)) if self._commit.done() else None
 
     def _failed(self, error: CheckpointError) -> None:
         step, staged = self._step, self._staged
@@ -179,9 +185,18 @@ class SFTSaver:
         name = on_rank_zero(self._find)
         if name is None:
             return None
-        path = Path(name)
-        self.engine.load(path, frozenset(self.config.checkpoint.load_contents))
+        self._newest = path = Path(name)
+        self.restore(path)
         return path, load_state(path / TRAINER_STATE), load_state(path / DATALOADER_STATE)
+
+    def restore(self, path: Path) -> None:
+        """Put the model and the optimizer back."""
+        self.engine.load(path, frozenset(self.config.checkpoint.load_contents))
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint of this run, written or resumed from; or None."""
+        self.finish()
+        return self._newest
 
     def _find(self) -> str | None:
         assert self.manager is not None

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from verl.checkpoint.manager import CheckpointManager
+from verl.checkpoint.nonfinite import NonfiniteUpdates
 from verl.checkpoint.state import TRAINER_STATE, load_state
 from verl.data.loader import ResumableDataLoader, create_dataloader
 from verl.data.sft_dataset import SFTCollator, SFTDataset, create_examples
@@ -81,6 +82,7 @@ class SFTTrainer:
         self.stopped = False  # before the last step, to be started again
         self.watch = watch or StopWatch()
         self.saver = SFTSaver(config.trainer, engine, checkpoints)
+        self.nonfinite = NonfiniteUpdates(config.trainer.on_nonfinite, self.saver.newest, self.saver.restore)
 
     def fit(self) -> dict[str, float]:
         """Train to the last step, save, export, and return the last step's metrics."""
@@ -91,6 +93,7 @@ class SFTTrainer:
             timer = StepTimer()
             with timer("step"):
                 metrics = self.train_step(batch)
+                metrics |= self.nonfinite.check(metrics, self.step)
             if self.val_loader is not None and self._due(self.config.trainer.test_freq):
                 with timer("testing"):
                     metrics |= self.validate()

@@ -449,6 +449,7 @@ class ActorRolloutRefWorker(RoleWorker):
     def load_checkpoint(self, path: str) -> None:
         """Restore the actor from directory ``path``. Collective."""
         assert self.actor is not None
+        self.updates_handed_over = self.updates  # what the rollout gets next is no step away from what it had
         self.actor.load(Path(path), frozenset(self.config.actor.checkpoint.load_contents))
 
 

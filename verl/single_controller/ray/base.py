@@ -365,8 +365,9 @@ def _first_cause(
     failures: dict[Any, RayError], pending: Sequence[Any], ranks: Mapping[Any, int], role: str, method: str
 ) -> WorkerError:
     """The failure to report: a death before an exception, because ranks that talk to a dead one raise."""
+    stuck: list[Any] = []
     if pending and not any(isinstance(error, RayActorError) for error in failures.values()):
-        late, _ = ray.wait(list(pending), num_returns=len(pending), timeout=GRACE_S)
+        late, stuck = ray.wait(list(pending), num_returns=len(pending), timeout=GRACE_S)
         for reference in late:
             try:
                 ray.get(reference)
@@ -379,6 +380,14 @@ def _first_cause(
         lines = "\n".join(f"  rank {other.rank}: {_last_line(other.remote_traceback)}" for other in others)
         main = WorkerError(
             main.role, main.rank, main.method, f"{main.remote_traceback.rstrip()}\nother ranks failed too:\n{lines}"
+        )
+    if silent := sorted(ranks[reference] for reference in stuck if reference in ranks):
+        # where a collective ran out of time, these are the ranks that the others waited for
+        main = WorkerError(
+            main.role,
+            main.rank,
+            main.method,
+            f"{main.remote_traceback.rstrip()}\nranks {silent} are still in {method}() after {GRACE_S:g} s more",
         )
     return main
 

@@ -76,6 +76,7 @@ GLOSSARY: dict[str, str] = {
     "{train|val}/loss": "Supervised loss: mean negative log-likelihood per trained token, in nats.",
     "train/tokens": "Tokens of the step over all ranks, prompts included.",
     # checkpoints
+    "checkpoint/rollbacks": "Whether models went back to the last checkpoint in this step (on_nonfinite=rollback).",
     "checkpoint/failed_saves": "Checkpoints that could not be written since the last step (on_save_error=continue).",
     # rewards
     "reward/{errors|timeouts}": "Samples whose reward function raised, returned no finite number, or ran out of time.",

@@ -16,6 +16,7 @@ from verl.algorithms.correction import correct_rollout
 from verl.algorithms.kl import KLController
 from verl.algorithms.registry import get_adv_estimator_fn, make_state
 from verl.checkpoint.manager import CheckpointManager
+from verl.checkpoint.nonfinite import NonfiniteUpdates
 from verl.config import PPOConfig
 from verl.errors import CheckpointError, RewardError
 from verl.protocol import DataProto
@@ -107,6 +108,7 @@ class RayPPOTrainer:
         self.stopped = False  # before the last step, to be started again
         self.watch = watch or StopWatch()
         self.saver = RunSaver(config.trainer, checkpoints, self._saved_groups(), background=config.saves_in_background)
+        self.nonfinite = NonfiniteUpdates(config.trainer.on_nonfinite, self.saver.newest, self.saver.restore)
         self.memory_reported = not logger.isEnabledFor(logging.INFO)
         self.mismatch = MismatchMonitor(config.algorithm.rollout_correction.report_threshold)
         self.estimator_state = make_state(get_adv_estimator_fn(config.algorithm.adv_estimator), config.algorithm)
@@ -147,6 +149,8 @@ class RayPPOTrainer:
                 if self.step > self.config.trainer.critic_warmup:
                     with timer("update_actor"):
                         metrics.update(self.update_actor(batch))
+                metrics.update(self.nonfinite.check(metrics, self.step))
+                if self.step > self.config.trainer.critic_warmup:
                     with timer("update_weights"):
                         metrics.update(self.sync_weights())
 

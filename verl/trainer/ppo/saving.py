@@ -61,6 +61,7 @@ class RunSaver:
         self.seconds = 0.0  # the longest that a save has held up the training
         self.saved_step: int | None = None  # of the newest complete checkpoint that this process wrote
         self._pending: _Pending | None = None
+        self._loaded: Path | None = None
         self._numbers: dict[str, float] = {}
 
     # ---- writing ------------------------------------------------------------------------------------------------
@@ -168,7 +169,17 @@ class RunSaver:
     def load(self, directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """Restore every role; returns the controller's state and the place in the data."""
         logger.info("resuming from %s", directory)
+        self._loaded = directory
         state, data_state = load_state(directory / TRAINER_STATE), load_state(directory / DATALOADER_STATE)
+        self.restore(directory)
+        return state, data_state
+
+    def restore(self, directory: Path) -> None:
+        """Put the models and optimizers of every role back."""
         for name, group in self.groups.items():
             group.load_checkpoint(str(directory / name))
-        return state, data_state
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint of this run, written or resumed from; or None."""
+        self.finish()
+        return self._loaded if self.saved_step is None else self.manager.step_dir(self.saved_step)

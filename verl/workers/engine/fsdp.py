@@ -36,6 +36,7 @@ from verl.utils.metrics import MetricSet, mmean, msum
 from verl.workers.engine import state
 from verl.workers.engine.base import GlobalBatchInfo, LossFn, MemoryStats, MicroBatching, ParallelLayout, TrainEngine
 from verl.workers.engine.batching import BatchPlan, as_tensordict, join_rows, plan_batch, reduce_metrics, take_rows
+from verl.workers.engine.memory import MemoryGuard
 from verl.workers.engine.schedules import LRSchedule
 from verl.workers.engine.sharding import (
     Precision,
@@ -171,6 +172,7 @@ class FSDPEngine(TrainEngine):
             self.optimizer = _make_optimizer(self.optim_config, self._parameters)
             self.schedule = LRSchedule(self.optim_config)
         self.module.eval()
+        self._guard = MemoryGuard(self.device, world)
         self._park("model")
 
     def _place_rank(self, rank: int, world: int) -> None:
@@ -210,16 +212,18 @@ class FSDPEngine(TrainEngine):
     ) -> dict[str, Tensor]:
         rows_of = as_tensordict(batch)
         rows = rows_of["input_ids"].shape[0]
-        plan = self._plan(rows_of, micro)
-        pieces: list[dict[str, Tensor]] = []
+
+        def run(micro: MicroBatching) -> dict[str, Tensor]:
+            plan = self._plan(rows_of, micro)
+            layouts = (self._layout(take_rows(rows_of, part, rows)) for part in plan.parts)
+            return join_rows([self.module(layout, want, temperature) for layout in layouts], plan.parts, rows)
+
         used = nullcontext() if adapter else adapters_off(self.module)
         with self.resident(optimizer=False), torch.no_grad(), used:
             self.module.eval()
-            for part in plan.parts:
-                layout = self._layout(take_rows(rows_of, part, rows))
-                pieces.append(self.module(layout, want, temperature))
+            results = self._guard.run(micro, rows_of["attention_mask"], run)
             self._reshard()  # the root keeps its parameters gathered otherwise, and layers may be asked to
-        return {name: value for name, value in join_rows(pieces, plan.parts, rows).items() if name in want}
+        return {name: value for name, value in results.items() if name in want}
 
     def train_batch(
         self,
@@ -234,19 +238,13 @@ class FSDPEngine(TrainEngine):
         if self.optimizer is None or self.schedule is None or self.optim_config is None:
             raise ConfigError("this engine was made without an optimizer and only evaluates; give it optim_config")
         rows_of = as_tensordict(batch)
-        rows = rows_of["input_ids"].shape[0]
-        plan = self._plan(rows_of, micro)
-        pieces: list[MetricSet] = []
         with self.resident(optimizer=True):
             self.module.train()
-            self.optimizer.zero_grad(set_to_none=True)
-            last = len(plan.parts) - 1
-            for number, part in enumerate(plan.parts):
-                if self._fsdp is not None and last > 0:
-                    # Shards are summed over micro-batches: whole gradients would not fit. Replicas wait for the last.
-                    self._fsdp.set_requires_all_reduce(number == last)
-                    self._fsdp.set_is_last_backward(number == last)
-                pieces.append(self._backward(take_rows(rows_of, part, rows), loss, want, temperature, plan.info))
+            pieces = self._guard.run(
+                micro,
+                rows_of["attention_mask"],
+                lambda micro: self._accumulate(rows_of, loss, want, micro, temperature),
+            )
             lr = self.schedule.lr(self.lr_step)
             self._gradient_bytes = sum(local_part(p.grad).nbytes for p in self._parameters if p.grad is not None)
             norm, finite = clip_grad_norm(self._parameters, float(self.optim_config.clip_grad), self._shard_group)
@@ -269,6 +267,24 @@ class FSDPEngine(TrainEngine):
         metrics["lr"] = mmean(lr, 1.0)
         metrics["skipped_steps"] = msum(0.0 if finite else 1.0)
         return metrics
+
+    def _accumulate(
+        self, batch: TensorDict, loss: LossFn, want: frozenset[str], micro: MicroBatching, temperature: float
+    ) -> list[MetricSet]:
+        """The gradient of a whole mini-batch, from zero; the metrics of its micro-batches."""
+        assert self.optimizer is not None
+        rows = batch["input_ids"].shape[0]
+        plan = self._plan(batch, micro)
+        pieces: list[MetricSet] = []
+        self.optimizer.zero_grad(set_to_none=True)
+        last = len(plan.parts) - 1
+        for number, part in enumerate(plan.parts):
+            if self._fsdp is not None and last > 0:
+                # Shards are summed over micro-batches: whole gradients would not fit. Replicas wait for the last.
+                self._fsdp.set_requires_all_reduce(number == last)
+                self._fsdp.set_is_last_backward(number == last)
+            pieces.append(self._backward(take_rows(batch, part, rows), loss, want, temperature, plan.info))
+        return pieces
 
     def _backward(
         self, rows: TensorDict, loss: LossFn, want: frozenset[str], temperature: float, info: GlobalBatchInfo
