@@ -49,7 +49,9 @@ class AgentLoopRole:
         """The agent loops and tools of this process."""
         if self._runner is None:
             worker: Any = self
-            self._runner = build_runner(worker.config, self._template_kwargs, name=f"rank{worker.rank}")
+            self._runner = build_runner(
+                worker.config.model, worker.config.rollout, self._template_kwargs, name=f"rank{worker.rank}"
+            )
         return self._runner
 
 

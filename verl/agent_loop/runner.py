@@ -30,7 +30,7 @@ from verl.workers.rollout.base import Completion, GenerationRequest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from verl.config import ActorRolloutRefConfig, RolloutConfig
+    from verl.config import ModelConfig, RolloutConfig
     from verl.protocol import DataProto
     from verl.tools.base_tool import BaseTool
 
@@ -209,11 +209,12 @@ class AgentLoopRunner:
             self.spans.export(trace)
 
 
-def build_runner(section: ActorRolloutRefConfig, template_kwargs: Mapping[str, Any], *, name: str) -> AgentLoopRunner:
+def build_runner(
+    model: ModelConfig, rollout: RolloutConfig, template_kwargs: Mapping[str, Any], *, name: str
+) -> AgentLoopRunner:
     """The runner of a process, with the policy's tokenizer."""
-    model = section.model
     tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
-    return AgentLoopRunner(section.rollout, tokenizer, template_kwargs=template_kwargs, name=name)
+    return AgentLoopRunner(rollout, tokenizer, template_kwargs=template_kwargs, name=name)
 
 
 async def _run(spec: LoopSpec, context: AgentContext, row: Row) -> AgentLoopOutput:
