@@ -3,10 +3,10 @@
     python benchmarks/bench_agent.py --trajectories 64 --turns 3 --tool-seconds 0.5
 
 runs the same trajectories of a tool agent on the built-in engine with a tool that answers at once and with one that
-sleeps, and, for comparison, the usual loop that moves all trajectories one turn at a time: generate for all, then call all
-tools in a few threads, then generate again. Prints seconds, the share of the time in which the engine had nothing to do,
-and ratios, of which the first is the promise: at most 1.3 times the run without waiting plus one tool time for each turn.
-The last line is the result as JSON.
+sleeps, and, for comparison, the usual loop that moves all trajectories one turn at a time: generate for all, then call
+all tools in a few threads, then generate again. Prints seconds, the share of the time in which the engine had nothing
+to do, and ratios, of which the first is the promise: at most 1.3 times the run without waiting plus one tool time for
+each turn. The last line is the result as JSON.
 """
 
 from __future__ import annotations
