@@ -68,14 +68,14 @@ class DeferredWeights:
         with torch.no_grad():
             for name, place in self.places.items():
                 if place is None:
-                    _local(live[name]).zero_()
+                    local_part(live[name]).zero_()
                 else:
                     by_file.setdefault(place[0], []).append((live[name], place[1]))
             for file, wanted in by_file.items():
                 try:
                     with safe_open(file, framework="pt") as reader:
                         for tensor, key in wanted:
-                            local = _local(tensor)
+                            local = local_part(tensor)
                             if local.numel():
                                 local.copy_(reader.get_slice(key)[_slices(tensor)])
                 except (OSError, SafetensorError) as error:
@@ -200,7 +200,8 @@ def _ties(module: nn.Module) -> list[tuple[Slot, list[Slot]]]:
     return [(found[0], found[1:]) for found in slots.values() if len(found) > 1]
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter, gradient or optimizer state, aliasing it."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

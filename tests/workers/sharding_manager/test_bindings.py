@@ -18,9 +18,15 @@ def test_fsdp_and_hf_share_their_weights(strategy: str, tmp_path: Path) -> None:
     model = make_model("qwen2")
     engine = make_engine(model, tmp_path)
     manager = make_sharding_manager(strategy, "hf", Source(model, live=True), engine, on_unchanged="error")
-    metrics = manager.sync(1)
-    assert (metrics["weight_sync/version"], metrics["weight_sync/copied_mb"]) == (1, 0)
-    assert engine.policy_version == 1
+    mebibytes = sum(parameter.nbytes for parameter in model.parameters()) / 2**20
+    for version, stepped in ((1, True), (2, False)):  # nothing is copied, now or later
+        metrics = manager.sync(version, stepped=stepped)
+        assert (metrics["weight_sync/version"], metrics["weight_sync/copied_mb"]) == (version, 0)
+        assert metrics["weight_sync/shared_mb"] == mebibytes
+        assert engine.memory().owned_weights == 0
+    live = {parameter.data_ptr() for parameter in model.parameters()}
+    assert {parameter.data_ptr() for parameter in engine.module.parameters()} == live
+    assert engine.policy_version == 2
 
 
 def test_pairs_name_rollouts_that_exist() -> None:

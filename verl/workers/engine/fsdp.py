@@ -26,7 +26,7 @@ from verl.models.loading import (
 from verl.models.lora import LoraSettings, adapter_layers, adapters_off, add_adapters, is_adapter_name, merged
 from verl.models.offload import offload_activations
 from verl.models.packing import RowLayout, build_layout
-from verl.models.sliced import DeferredWeights
+from verl.models.sliced import DeferredWeights, local_part
 from verl.models.ulysses import SequenceGroup, check_model, split_sequence
 from verl.utils.background import BackgroundTask
 from verl.utils.device import device_memory_stats, empty_cache, get_torch_device
@@ -43,7 +43,6 @@ from verl.workers.engine.sharding import (
     ShardPlacement,
     clip_grad_norm,
     decoder_layers,
-    local_part,
     make_mesh,
     make_sequence_mesh,
     shard_model,

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from verl.errors import ConfigError
 from verl.models.heads import HeadModel
 from verl.models.loading import DTYPES
+from verl.models.sliced import local_part
 from verl.utils.device import default_compute_dtype
 
 if TYPE_CHECKING:
@@ -150,11 +151,6 @@ def shard_model(
         for layer, following in itertools.pairwise(layers):
             cast(FSDPModule, layer).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
     return root
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter, gradient or optimizer state, aliasing it."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.models.sliced import local_part
 from verl.workers.rollout.base import WeightPart
 from verl.workers.sharding_manager.base import ShardedSource, SyncReport, WeightSink
 from verl.workers.sharding_manager.layout import Layout, Placement, TensorInfo, layout_of
@@ -86,7 +87,7 @@ class ShardedSync(WeightSync):
 
     def _reshard(self, change: Plan, tensors: Mapping[str, Tensor], parts: Parts) -> tuple[int, int]:
         """Write this rank's parts; returns bytes received and buckets."""
-        local = {name: _local(tensor) for name, tensor in tensors.items()}
+        local = {name: local_part(tensor.detach()) for name, tensor in tensors.items()}
         for _ in self.changes.watch(local.items()):
             pass
         source = {_key(name, number): local[name] for name, number in _numbered(change)}
@@ -100,7 +101,7 @@ class ShardedSync(WeightSync):
         """Exchange which rank reads what; None when one of them needs whole tensors. Collective."""
         mine: dict[str, list[Box]] | None = None
         dtypes: dict[str, torch.dtype] = {}
-        devices = {_local(tensor).device.type for tensor in tensors.values()}
+        devices = {tensor.device.type for tensor in tensors.values()}
         if parts is not None and devices == {part.tensor.device.type for some in parts.values() for part in some}:
             mine = {name: [(part.start, part.stop) for part in some] for name, some in parts.items()}
             dtypes = {name: some[0].tensor.dtype for name, some in parts.items() if some}
@@ -157,9 +158,3 @@ def _key(name: str, number: int) -> str:
 def _numbered(change: Plan) -> list[tuple[str, int]]:
     pairs = [key.rsplit("#", 1) for key in change.names]
     return [(name, int(number)) for name, number in pairs]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
