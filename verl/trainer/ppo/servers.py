@@ -16,6 +16,7 @@ import torch.distributed as dist
 from verl import envs
 from verl.agent_loop.worker import AgentLoopWorker
 from verl.config import ModelConfig, RolloutConfig
+from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.single_controller.base import WorkerGroup
 from verl.utils.fs import ensure_writable_dir
@@ -175,10 +176,24 @@ class ServerRollout:
         self._users += 1
         try:
             yield self.client
-        finally:
+        except BaseException:
             self._users -= 1
-            if not self._users and self.config.free_cache_engine:
-                self.group.call("sleep")
+            with contextlib.suppress(RolloutError):  # the error in flight is the one to know
+                self._rest()
+            raise
+        self._users -= 1
+        self._rest()
+
+    def _rest(self) -> None:
+        """Let the servers sleep when nobody needs them."""
+        if self._users or not self.config.free_cache_engine:
+            return
+        try:
+            self.group.call("sleep")
+        except RolloutError as error:  # one died while the others went on
+            logger.warning("a rollout server did not go to sleep: %s", error)
+            self._revive()
+            self.group.call("sleep")
 
     def shutdown(self) -> None:
         """End the servers, and what runs agent loops on them."""

@@ -414,7 +414,13 @@ class RolloutServer:
     # -- memory and weights
 
     async def sleep(self) -> None:
-        """Give back the memory of the cache and of the weights; requests are refused until :meth:`wake`."""
+        """Give back the memory of the cache and of the weights; requests are refused until :meth:`wake`.
+
+        Raises:
+            RolloutError: the requests in flight did not end in time.
+        """
+        if not self._engine().gate.closed:
+            await self._wait_until_idle("sleep", RolloutError)
         await self._engine().sleep()
         self._asleep = True
 
