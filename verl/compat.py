@@ -54,6 +54,7 @@ WELL_KNOWN: dict[str, str] = {
     "verl.tools.base_tool.BaseTool": "verl.tools.base_tool.BaseTool",
     "verl.tools.schemas.ToolResponse": "verl.tools.schemas.ToolResponse",
     "verl.tools.schemas.OpenAIFunctionToolSchema": "verl.tools.schemas.OpenAIFunctionToolSchema",
+    "verl.interactions.base.BaseInteraction": "verl.interactions.base.BaseInteraction",
     # workers
     "verl.single_controller.ray.RayWorkerGroup": "verl.single_controller.ray.base.RayWorkerGroup",
     "verl.single_controller.ray.RayResourcePool": "verl.single_controller.ray.resource_pool.RayResourcePool",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from verl.agent_loop.trace import Trace
     from verl.config import RolloutConfig
+    from verl.interactions.base import BaseInteraction
     from verl.tools.base_tool import BaseTool
 
 
@@ -109,6 +110,7 @@ class AgentContext:
         trace: record of the trajectory.
         tools: the tools of the run, by name.
         tool_limits: limits of their calls.
+        interactions: simulated users and environments of the run, by name.
         template_kwargs: arguments of the chat template, ``data.apply_chat_template_kwargs``.
     """
 
@@ -119,6 +121,7 @@ class AgentContext:
     trace: Trace
     tools: Mapping[str, BaseTool] = field(default_factory=dict)
     tool_limits: ToolLimits = field(default_factory=ToolLimits)
+    interactions: Mapping[str, BaseInteraction] = field(default_factory=dict)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -22,6 +22,7 @@ from verl.agent_loop.batch import Row, Trajectory, batch_from_trajectories, rows
 from verl.agent_loop.conversation import HistoryRewritten
 from verl.agent_loop.trace import SpanExporter, Trace, TraceWriter
 from verl.errors import ConfigError, DataError, RolloutError
+from verl.interactions.base import load_interactions
 from verl.tools.loading import load_tools
 from verl.tools.toolbox import ToolLimits
 from verl.utils.tokenizer import load_tokenizer
@@ -73,6 +74,7 @@ class AgentLoopRunner:
         if tools is None:
             tools = load_tools(multi_turn.tool_config_path, multi_turn.function_tool_path)
         self.tools = dict(tools)
+        self.interactions = load_interactions(multi_turn.interaction_config_path)
         self.loops = read_agent_loops(config.agent.agent_loop_config_path)
         self.default = config.agent_loop or "single_turn_agent"
         self._checked: set[str] = set()
@@ -164,6 +166,7 @@ class AgentLoopRunner:
             trace=trace,
             tools=self.tools,
             tool_limits=self.limits,
+            interactions=self.interactions,
             template_kwargs=self.template_kwargs,
         )
         aborted, why = None, ""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl.agent_loop.base import AgentContext, AgentLoopBase, AgentLoopOutput, register
 from verl.agent_loop.conversation import Conversation
 from verl.agent_loop.parsers import PARSERS, BrokenCall, ToolCall
+from verl.agent_loop.partner import Partner
 from verl.agent_loop.templating import ChatTemplater
 from verl.data.chat import as_messages
 from verl.errors import DataError, RolloutError
+from verl.interactions.base import choose
 from verl.tools.toolbox import ToolBox, ToolResult
 
 if TYPE_CHECKING:
@@ -25,11 +28,12 @@ TOOLS_OF_ROW = "tool_selection"
 
 @register("tool_agent")
 class ToolAgentLoop(AgentLoopBase):
-    """Turns of the model and answers of tools by turns.
+    """Turns of the model and answers of tools, or of a simulated user or environment, by turns.
 
     A row is offered all tools, or those that its ``extra_info["tool_selection"]`` lists. Calls beyond
     ``max_parallel_calls`` in a turn and beyond ``max_tool_calls`` in all are answered with an error, and so are broken
-    ones; none of them ends the trajectory. It ends when the model makes no call, at ``max_assistant_turns``, at
+    ones; none of them ends the trajectory. It ends when the model makes no
+    call and nobody else answers, at ``max_assistant_turns``, at
     ``max_user_turns``, and when the response length is used up; an answer that does not fit any more is left out.
     """
 
@@ -50,37 +54,62 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Run the trajectory of one row, which needs ``raw_prompt``."""
-        tools = self.tools_of(kwargs.get("extra_info") or {})
-        conversation = self.begin(kwargs.get("raw_prompt"), tools)
-        schemas = {name: tool.tool_schema.for_template()["function"] for name, tool in tools.items()}
+        tools, context = self.tools_of(kwargs.get("extra_info") or {}), self.context
+        toolbox = ToolBox(
+            tools,
+            context.tool_limits,
+            session=context.session,
+            tools_kwargs=kwargs.get("tools_kwargs"),
+            note=context.trace.called,
+        )
+        about = kwargs.get("interaction_kwargs")
+        partner = Partner(
+            choose(context.interactions, about),
+            about,
+            session=context.session,
+            limits=context.tool_limits,
+            trace=context.trace,
+        )
+        try:
+            conversation = self.begin(await partner.start(_messages(kwargs.get("raw_prompt"))), tools)
+            scores = await self.converse(conversation, toolbox, partner, sampling_params)
+            scores.trajectory = await toolbox.rewards()
+        finally:
+            await toolbox.close()
+            await partner.close()
+        return self.finish(conversation, scores, partner)
+
+    async def converse(
+        self, conversation: Conversation, toolbox: ToolBox, partner: Partner, sampling_params: dict[str, Any]
+    ) -> Scores:
+        """Turns of the model, each answered by the tools that it calls or else by the partner, until an end."""
+        schemas = {name: tool.tool_schema.for_template()["function"] for name, tool in toolbox.tools.items()}
         parser = PARSERS[self.multi_turn.format](
             {name: schema.get("parameters", {}) for name, schema in schemas.items()}
         )
-        toolbox = ToolBox(
-            tools,
-            self.context.tool_limits,
-            session=self.context.session,
-            tools_kwargs=kwargs.get("tools_kwargs"),
-            note=self.context.trace.called,
-        )
-        turn_scores: list[float] = []
-        try:
-            while True:
-                text = await self.speak(conversation, sampling_params)
-                turn_scores.append(0.0)
-                calls = parser.parse(text).calls
-                if not calls or self.out_of_turns(len(turn_scores)) or conversation.room < 1:
-                    break
+        scores = Scores()
+        while True:
+            text = await self.speak(conversation, sampling_params)
+            scores.begin_turn(partner.state)
+            calls = parser.parse(text).calls
+            last = self.out_of_turns(len(scores.tools)) or conversation.room < 1
+            pieces = None
+            if calls:
+                if last:
+                    return scores
                 results = await self.answers(toolbox, calls)
-                turn_scores[-1] = sum(result.reward for result in results)
+                scores.tools[-1] = sum(result.reward for result in results)
                 messages = [_as_message(call, result) for call, result in zip(calls, results, strict=True)]
-                if not conversation.add(messages, parser.render_answers(messages)):
-                    self.context.trace.count("truncated")
-                    break
-            rewards = await toolbox.rewards()
-        finally:
-            await toolbox.close()
-        return self.finish(conversation, turn_scores, rewards)
+                pieces = parser.render_answers(messages)
+                partner.state = None
+            else:
+                done, words, scores.partner[-1] = await partner.answer(conversation.messages)
+                if done or last:
+                    return scores
+                messages = [{"role": "user", "content": words}]
+            if not conversation.add(messages, pieces):
+                self.context.trace.count("truncated")
+                return scores
 
     def tools_of(self, extra_info: dict[str, Any]) -> dict[str, Any]:
         """The tools that a row is offered."""
@@ -94,10 +123,8 @@ class ToolAgentLoop(AgentLoopBase):
             )
         return {name: self.context.tools[name] for name in chosen}
 
-    def begin(self, raw_prompt: Any, tools: dict[str, Any]) -> Conversation:
+    def begin(self, messages: list[dict[str, Any]], tools: dict[str, Any]) -> Conversation:
         """The conversation with its prompt."""
-        if raw_prompt is None:
-            raise DataError("agents need the chat messages of prompts; set data.return_raw_chat=True")
         templater = ChatTemplater(
             self.tokenizer,
             tools=[tool.tool_schema.for_template() for tool in tools.values()],
@@ -105,7 +132,7 @@ class ToolAgentLoop(AgentLoopBase):
         )
         conversation = Conversation(
             templater,
-            as_messages(raw_prompt),
+            messages,
             max_tokens=self.config.response_length,
             on_history_rewrite=self.multi_turn.on_history_rewrite,
         )
@@ -148,16 +175,50 @@ class ToolAgentLoop(AgentLoopBase):
                 pending.append(toolbox.call(call.name, call.arguments))
         return list(await asyncio.gather(*pending))
 
-    def finish(
-        self, conversation: Conversation, turn_scores: list[float], rewards: dict[str, float]
-    ) -> AgentLoopOutput:
-        """The row: tool rewards count with ``tool_rewards=add``, that of the whole trajectory on its last turn."""
+    def finish(self, conversation: Conversation, scores: Scores, partner: Partner) -> AgentLoopOutput:
+        """The row, with the rewards of tools and partner where the configuration wants them."""
         if conversation.rewrites:
             self.context.trace.count("history_rewrites")
-        extra: dict[str, Any] = {"tool_rewards": {"turns": turn_scores, "trajectory": rewards}}
+        extra: dict[str, Any] = {"tool_rewards": {"turns": scores.tools, "trajectory": scores.trajectory}}
+        ledger, counted, total = conversation.ledger, [0.0] * len(scores.tools), None
         if self.multi_turn.tool_rewards == "add":
-            extra["turn_scores"] = [*turn_scores[:-1], turn_scores[-1] + sum(rewards.values())]
-        return AgentLoopOutput.from_ledger(conversation.ledger, extra_fields=extra)
+            counted = list(scores.tools)
+            counted[-1] += sum(scores.trajectory.values())
+        if partner.interaction is not None:
+            extra["interaction_rewards"] = scores.partner
+            if partner.interaction.reward == "step":
+                counted, total = [a + b for a, b in zip(counted, scores.partner, strict=True)], 0.0
+            elif partner.interaction.reward == "trajectory":
+                total = sum(scores.partner)
+        if any(counted):
+            extra["turn_scores"] = counted
+        shown = ledger.state_hashes()
+        extra["state_hashes"] = [
+            own if own is not None else name for own, name in zip(scores.states, shown, strict=True)
+        ]
+        return AgentLoopOutput.from_ledger(ledger, reward_score=total, extra_fields=extra)
+
+
+@dataclass
+class Scores:
+    """What each turn of the model has earned, and the state that it acted in (None: what it was shown)."""
+
+    tools: list[float] = field(default_factory=list)
+    partner: list[float] = field(default_factory=list)
+    states: list[Any] = field(default_factory=list)
+    trajectory: dict[str, float] = field(default_factory=dict)
+
+    def begin_turn(self, state: Any) -> None:
+        """The model has taken another turn."""
+        self.tools.append(0.0)
+        self.partner.append(0.0)
+        self.states.append(state)
+
+
+def _messages(raw_prompt: Any) -> list[dict[str, Any]]:
+    if raw_prompt is None:
+        raise DataError("agents need the chat messages of prompts; set data.return_raw_chat=True")
+    return as_messages(raw_prompt)
 
 
 def _as_message(call: ToolCall | BrokenCall, result: ToolResult) -> dict[str, Any]:

@@ -20,8 +20,8 @@ class Event:
     """Something that took time.
 
     Attributes:
-        kind: ``generate`` or ``tool``.
-        name: of the tool; ``model`` for a turn of the model.
+        kind: ``generate``, ``tool`` or ``interaction``.
+        name: of the tool or interaction; ``model`` for a turn of the model.
         start: seconds since the epoch.
         seconds: how long it took.
         details: what else is known.
@@ -70,6 +70,10 @@ class Trace:
         self.events.append(Event("tool", name, started, time.time() - started, details))
         if failure:
             self.counts[f"tool_failures/{failure}"] += 1
+
+    def interacted(self, name: str, started: float) -> None:
+        """Note a call of a simulated user or environment that began at ``started``."""
+        self.events.append(Event("interaction", name, started, time.time() - started))
 
     def count(self, name: str) -> None:
         """Count something."""

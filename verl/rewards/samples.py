@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 
 #: columns of agent loops -> their name in the ``extra_info`` that a reward function is given
-AGENT_COLUMNS = {"__num_turns__": "num_turns", "tool_rewards": "tool_rewards", "tool_call_counts": "tool_call_counts"}
+AGENT_COLUMNS = {
+    "__num_turns__": "num_turns",
+    "tool_rewards": "tool_rewards",
+    "tool_call_counts": "tool_call_counts",
+    "interaction_rewards": "interaction_rewards",
+}
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,11 @@ class ToolLimits:
     _rates: dict[str, RateLimiter] = field(default_factory=dict)
     _places: dict[tuple[str, int], asyncio.Semaphore] = field(default_factory=dict)
 
+    def shown(self, text: str) -> str:
+        """Text as the model is shown it: cut to its length, without what is no character."""
+        text = truncate(text, self.max_length, self.truncate_side)
+        return text.translate(_CONTROL).encode("utf-8", "replace").decode("utf-8")
+
     def timeout_of(self, tool: BaseTool) -> float:
         """Seconds that a call of ``tool`` may take."""
         return float(tool.config.get("timeout_s") or self.timeout_s)
@@ -139,7 +144,7 @@ class ToolBox:
 
     def _raised(self, tool: BaseTool, error: BaseException) -> ToolResult:
         logger.debug("tool %s raised", tool.name, exc_info=error)
-        message = self._shown(f"{type(error).__name__}: {error}")
+        message = self.limits.shown(f"{type(error).__name__}: {error}")
         return _error(message, "exception")
 
     async def _create(self, tool: BaseTool) -> None:
@@ -163,12 +168,7 @@ class ToolBox:
             return ToolResult("Error: the answer has images, and only text can be shown", reward, "not_text")
         if text is not None and not isinstance(text, str):
             return ToolResult(f"Error: the answer is of type {type(text).__name__}, not text", reward, "not_text")
-        return ToolResult(self._shown(text or ""), reward)
-
-    def _shown(self, text: str) -> str:
-        """Text as the model is shown it: cut to its length, without what is no character."""
-        text = truncate(text, self.limits.max_length, self.limits.truncate_side)
-        return text.translate(_CONTROL).encode("utf-8", "replace").decode("utf-8")
+        return ToolResult(self.limits.shown(text or ""), reward)
 
     async def rewards(self) -> dict[str, float]:
         """What each tool that was used says of the whole trajectory."""
