@@ -413,17 +413,18 @@ class PPOConfig(Config):
                 f"whose strategy is {actor.strategy!r}; leave it out"
             )
         on_megatron = {where: role.megatron for where, role in roles.items() if role.strategy == "megatron"}
-        for index, (where, sizes) in enumerate(on_megatron.items()):
-            first_where, first = next(iter(on_megatron.items()))
-            different = [
-                f"{where}.megatron.{name}={getattr(sizes, name)}: differs from {first_where}.megatron.{name}="
-                f"{getattr(first, name)}; the Megatron models of one process share their parallel sizes"
-                for name in PARALLEL_SIZES
-                if getattr(sizes, name) != getattr(first, name)
-            ]
-            yield from different
-            if not different and index == 0:
-                yield from sizes.world_problems(f"{where}.megatron", world)
+        first = next(iter(on_megatron.items()), None)
+        if first is not None:
+            yield from first[1].world_problems(f"{first[0]}.megatron", world)
+        for where, sizes in on_megatron.items():
+            assert first is not None
+            for name in PARALLEL_SIZES:
+                here, there = getattr(sizes, name), getattr(first[1], name)
+                if here != there:
+                    yield (
+                        f"{where}.megatron.{name}={here}: differs from {first[0]}.megatron.{name}={there}; the "
+                        "Megatron models of one process share their parallel sizes"
+                    )
             model_key = f"{where if where in models else 'actor_rollout_ref'}.model"
             model = models.get(where, self.actor_rollout_ref.model)
             if not model.use_remove_padding:

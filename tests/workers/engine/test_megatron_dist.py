@@ -28,7 +28,7 @@ from tests.workers.engine.reference import (
     value_loss,
 )
 from tests.workers.engine.reference import make_engine as make_fsdp_engine
-from verl.errors import ConfigError, DataError
+from verl.errors import CheckpointError, ConfigError, DataError
 from verl.utils.metrics import MetricSet
 from verl.workers.engine.base import MicroBatching
 
@@ -41,6 +41,7 @@ WHOLE = MicroBatching()
 MICROS = [WHOLE, MicroBatching(size=4), MicroBatching(size=2), MicroBatching(max_tokens=40)]
 DENSE = ("llama", "qwen3", "gemma")
 EXPERTS = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
+TRAINED = frozenset({"model", "optimizer", "extra"})
 SCORES = frozenset({"scores"})
 
 
@@ -143,6 +144,27 @@ def two_ranks(rank: int, model_dir: str, work: str) -> None:
         atol=5e-6,
     )
 
+    # a resumed run continues bit for bit
+    saved = Path(work) / "saved"
+    engine.save(saved, TRAINED | {"hf_model"})
+    before = ours.parameters(engine)
+    if rank == 0:
+        exported = AutoModelForCausalLM.from_pretrained(saved / "huggingface", dtype=torch.float32)
+        ours.assert_close({n: p.detach() for n, p in exported.named_parameters()}, before, 0.0, "exported")
+    dist.barrier()
+    again = ours.make_megatron_engine(model_dir, tp=2)
+    again.load(saved, TRAINED)
+    assert (again.step, again.lr_step) == (engine.step, engine.lr_step)
+    numbers = [continue_training(one) for one in (engine, again)]
+    assert numbers[0] == numbers[1]
+    continued = ours.parameters(engine)
+    ours.assert_close(ours.parameters(again), continued, 0.0, "resumed")
+    with pytest.raises(CheckpointError, match="use_distributed_optimizer=True"):
+        ours.make_megatron_engine(model_dir, tp=2, use_distributed_optimizer=False).load(saved, TRAINED)
+    with pytest.raises(CheckpointError, match="no checkpoint directory"):
+        engine.load(f"{work}/nothing" if rank else saved, TRAINED)
+    dist.barrier()
+
     ours.check_layout(model_dir, reference, MICROS, tp=2, sequence_parallel=True, checkpointing=True)
     check_heads(model_dir, work, tp=2, sequence_parallel=True)
     for family in DENSE:
@@ -155,8 +177,15 @@ def two_ranks(rank: int, model_dir: str, work: str) -> None:
     metrics = half.train_batch(policy_batch(), policy_loss, want=POLICY, micro=WHOLE, temperature=0.8).values_by_name()
     assert metrics["grad_norm"] == pytest.approx(reference["grad_norm"][0], rel=0.05)
 
+    check_resumed(model_dir, saved, numbers[0], continued, pp=2)
+    started = ours.make_megatron_engine(
+        model_dir, pp=2, use_dist_checkpointing=True, dist_checkpointing_path=str(saved)
+    )
+    ours.assert_close(ours.parameters(started), before, 0.0, "initial weights from a checkpoint")
+
     engine = ours.check_layout(model_dir, reference, MICROS)
     assert engine.layout.dp_size == 2
+    check_resumed(model_dir, saved, numbers[0], continued)
     ours.check_layout(model_dir, reference, [MicroBatching(size=2)], use_distributed_optimizer=False)
     with pytest.raises(DataError):  # on one rank, told to both
         engine.forward(
@@ -176,6 +205,28 @@ def two_ranks(rank: int, model_dir: str, work: str) -> None:
     leave_parallel_groups()
     for family in EXPERTS:
         check_family(Path(work) / family, tp=2)
+
+
+def continue_training(engine: Any) -> dict[str, float]:
+    from tests.workers.engine.megatron_ranks import rows_of
+
+    mine = rows_of(policy_batch(), engine.layout.dp_rank, engine.layout.dp_size)
+    metrics = engine.train_batch(mine, policy_loss, want=POLICY, micro=MicroBatching(size=2))
+    return metrics.values_by_name()
+
+
+def check_resumed(
+    model_dir: str, saved: Path, numbers: dict[str, float], weights: dict[str, Tensor], **options: Any
+) -> None:
+    """What was saved under other sizes continues alike."""
+    from tests.workers.engine import megatron_ranks as ours
+
+    engine = ours.make_megatron_engine(model_dir, **options)
+    engine.load(saved, TRAINED)
+    got = continue_training(engine)
+    assert got["loss"] == pytest.approx(numbers["loss"], rel=1e-5)
+    assert got["grad_norm"] == pytest.approx(numbers["grad_norm"], rel=1e-5)
+    ours.assert_close(ours.parameters(engine), weights, 1e-4, f"resumed {options}")
 
 
 def check_heads(model_dir: str, work: str, **options: Any) -> None:

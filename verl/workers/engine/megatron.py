@@ -589,8 +589,9 @@ class MegatronEngine(TrainEngine):
         tensors: list[Tensor] = []
         for group in self.optimizer.param_groups:
             tensors += [p for p in group["params"] if p.untyped_storage()._cdata not in model]
-        for values in self.optimizer.state.values():
-            tensors += [value for value in values.values() if isinstance(value, Tensor) and value.dim() > 0]
+        for optimizer in self.optimizer.chained_optimizers:  # one for experts, one for the rest
+            for values in optimizer.optimizer.state.values():
+                tensors += [value for value in values.values() if isinstance(value, Tensor) and value.dim() > 0]
         return tensors
 
     def state_bytes(self) -> dict[str, int]:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_current: ParallelSizes | None = None
+#: the sizes in force, and the default process group that they divide
+_current: tuple[ParallelSizes, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,27 @@ def _do_without_transformer_engine() -> None:
             module.HAVE_TE = False  # type: ignore[attr-defined]
     if not hasattr(experts, "te_general_gemm"):
         experts.te_general_gemm = None
+    _keep_step_counters()
+
+
+def _keep_step_counters() -> None:
+    """Let the distributed optimizer read its state back where torch's AdamW keeps a step counter with it.
+
+    Its saved form has the counter apart from the state of each parameter, and reading the state then misses it.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    restore = DistributedOptimizer._set_main_param_and_optimizer_states
+    if restore.__name__ == "with_step":
+        return
+
+    def with_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        if "step" not in tensors:
+            current = self._get_main_param_and_optimizer_states(model_param)
+            tensors |= {"step": current["step"]} if "step" in current else {}
+        restore(self, model_param, tensors)
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = with_step
 
 
 def construction(device: torch.device) -> AbstractContextManager[Any]:
@@ -115,10 +137,12 @@ def join_parallel_groups(config: MegatronConfig, device: torch.device, seed: int
     from megatron.core import parallel_state, tensor_parallel
 
     sizes = ParallelSizes.of(config)
-    if _current is not None and parallel_state.model_parallel_is_initialized():
-        if sizes != _current:
+    if _current is not None and _current[1] is not dist.group.WORLD:
+        leave_parallel_groups()  # the process has joined another group since
+    if _current is not None:
+        if sizes != _current[0]:
             raise ConfigError(
-                f"the megatron sections ask for {sizes}, but another role in the same process has {_current}; all "
+                f"the megatron sections ask for {sizes}, but another role in the same process has {_current[0]}; all "
                 "Megatron roles of a worker share their parallel sizes"
             )
         return sizes
@@ -139,7 +163,7 @@ def join_parallel_groups(config: MegatronConfig, device: torch.device, seed: int
         create_gloo_process_groups=device.type != "cpu",  # on CPU every group is one already
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    _current = sizes
+    _current = (sizes, dist.group.WORLD)
     return sizes
 
 

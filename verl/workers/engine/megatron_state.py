@@ -91,6 +91,7 @@ def save(engine: MegatronEngine, path: Path, contents: frozenset[str]) -> None:
                 "world_size": world,
                 "contents": sorted(contents),
                 "parameters": len(engine.bridge.shapes),
+                "distributed_optimizer": engine.megatron_config.use_distributed_optimizer,
             }
             (path / MARKER).write_text(json.dumps(marker, indent=1))
 
@@ -119,6 +120,10 @@ def load(engine: MegatronEngine, path: Path, contents: frozenset[str]) -> None:
         def read(_: Any, load: Any) -> None:
             state = load(_optimizer(engine, loading=True), str(path / "optimizer"))
             engine.optimizer.load_state_dict(state["optimizer"])
+            for optimizer in engine.optimizer.chained_optimizers:
+                for values in getattr(optimizer.optimizer, "state", {}).values():
+                    if isinstance(values.get("step"), Tensor):  # Megatron-core gives one counter to all parameters
+                        values["step"] = values["step"].clone()
 
         _megatron(engine, "read", path / "optimizer", read)
     if engine.optimizer is not None and "model" in contents and "optimizer" not in contents:
@@ -190,6 +195,12 @@ def _checked_marker(engine: MegatronEngine, path: Path, contents: frozenset[str]
             f"{path} holds {marker['contents']} and not {lacking}; drop them from checkpoint.load_contents or choose "
             "another checkpoint"
         )
+    distributed = engine.megatron_config.use_distributed_optimizer
+    if "optimizer" in contents and marker["distributed_optimizer"] != distributed:
+        raise CheckpointError(
+            f"{path} has the optimizer state of megatron.use_distributed_optimizer={not distributed}, this run has "
+            f"{distributed}; set the key as it was, or load without the optimizer (checkpoint.load_contents)"
+        )
     return marker
 
 
@@ -198,11 +209,26 @@ def _weights(engine: MegatronEngine) -> dict[str, Any]:
 
 
 def _optimizer(engine: MegatronEngine, *, loading: bool = False) -> dict[str, Any]:
+    _materialise(engine)
     weights = _weights(engine)
     if len(engine.models) == 1:
         weights = {"model": weights["model0"]}
     state = engine.optimizer.sharded_state_dict(weights, is_loading=loading, metadata=dict(_METADATA))
     return {"optimizer": state}
+
+
+def _materialise(engine: MegatronEngine) -> None:
+    """Make the state tensors of an optimizer that has not stepped yet."""
+    for optimizer in engine.optimizer.chained_optimizers:
+        inner = optimizer.optimizer
+        if not isinstance(inner, torch.optim.Optimizer):
+            continue
+        for parameter in (p for group in inner.param_groups for p in group["params"]):
+            state = inner.state[parameter]
+            if not state:
+                state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                if isinstance(inner, torch.optim.AdamW):  # others count steps per group
+                    state["step"] = torch.tensor(0.0)
 
 
 def _megatron(engine: MegatronEngine, verb: str, directory: Path, action: Callable[[Any, Any], None]) -> None:
