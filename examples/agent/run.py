@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
+PATHS = (str(HERE.parents[1]), os.environ.get("PYTHONPATH"))
 
 from report import draw_reward_curve, print_phases, print_table, read_metrics, show_samples, summarise  # noqa: E402
 from shell import run  # noqa: E402
@@ -41,7 +43,8 @@ def main() -> None:
     run(
         rl_command(output, seed, arguments.workers) + arguments.overrides,
         output / "rl.log",
-        env={"VERL_FILE_LOGGER_PATH": str(metrics_file)},
+        # the tool and the format are imported by name, by workers too
+        env={"VERL_FILE_LOGGER_PATH": str(metrics_file), "PYTHONPATH": os.pathsep.join(path for path in PATHS if path)},
     )
 
     metrics = read_metrics(metrics_file)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.agent_loop.script import TOKENIZER, Scripted, config, ids_of, row, run
+from tests.agent_loop.script import TOKENIZER, Scripted, config, row, run
 from verl.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.agent_loop.base import AGENT_LOOPS
 from verl.agent_loop.batch import (
@@ -319,4 +319,3 @@ def test_ids_of_prompts_are_used_where_no_tools_are() -> None:
     single = AgentLoopRunner(config(agent={"default_agent_loop": "single_turn_agent"}), TOKENIZER, tools={})
     run(single, generator, [row(raw_prompt_ids=[9, 9, 9])])
     assert generator.requests[0].prompt_ids == [9, 9, 9]
-    assert ids_of("ok<|end|>") == ids_of("ok<|end|>")

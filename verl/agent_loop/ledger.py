@@ -96,11 +96,6 @@ class TokenLedger:
         if len(set(lengths.values())) > 1:
             raise DataError(f"the lists of a trajectory must be equally long, they are {lengths}")
 
-    def last_sampled(self, turn: int) -> int | None:
-        """Column of the last token of a turn, if the model wrote it."""
-        columns = [column for column, number in enumerate(self.turns) if number == turn and self.mask[column]]
-        return columns[-1] if columns else None
-
     def state_hashes(self) -> list[str]:
         """For each turn of the model a name of what it answered: the others' words since its turn before.
 
