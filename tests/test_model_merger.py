@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -121,3 +123,26 @@ def test_an_interrupted_export_leaves_nothing(
     monkeypatch.setattr(model_merger, "fsync_tree", fail)
     assert run("merge", "--local_dir", str(tmp_path / "actor"), "--target_dir", str(tmp_path / "m")) == 1
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["actor"]
+
+
+def test_megatron_checkpoints_are_read_from_their_export(
+    tiny_model_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = make_engine(tiny_model_dir)
+    train(engine)
+    engine.save(tmp_path / "actor", TRAINED | {"hf_model"})
+    words = ["merge", "--local_dir", str(tmp_path / "actor"), "--target_dir", str(tmp_path / "m"), "--backend"]
+    assert run(*words, "megatron") == 2
+    assert "was written by fsdp2; use fsdp" in capsys.readouterr().err
+    path = tmp_path / "actor" / "engine.json"
+    marker = json.loads(path.read_text()) | {"engine": "megatron"}
+    path.write_text(json.dumps(marker))
+    shutil.rmtree(tmp_path / "actor" / "model")  # of another format there
+    (tmp_path / "actor" / "model").mkdir()
+    assert run(*words, "megatron") == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
+    for name, tensor in engine.named_tensors():
+        assert torch.equal(merged.get_parameter(name).data, tensor)
+    path.write_text(json.dumps(marker | {"contents": ["model", "optimizer", "extra"]}))
+    assert run(*words[:4], str(tmp_path / "n"), "--backend", "megatron") == 1
+    assert "no export; save one with checkpoint.save_contents" in capsys.readouterr().err

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
@@ -64,6 +65,24 @@ def read_fsdp(directory: Path) -> dict[str, Tensor]:
     return tensors
 
 
+@READERS.register("megatron")
+def read_megatron(directory: Path) -> dict[str, Tensor]:
+    """All tensors of the export in ``huggingface/``, which the ranks wrote together: their own shards have other names.
+
+    Raises:
+        CheckpointError: it was saved without one.
+    """
+    if "hf_model" not in read_marker(directory)["contents"]:
+        raise CheckpointError(
+            f"{directory} has shards under Megatron's own names and no export; save one with checkpoint.save_contents="
+            "[model,optimizer,extra,hf_model]: resume the run from here and let it save again"
+        )
+    tensors: dict[str, Tensor] = {}
+    for file in sorted((directory / "huggingface").glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
 def role_directory(path: str | Path) -> Path:
     """The directory of a role: itself, or ``actor`` of a step directory.
 
@@ -89,6 +108,9 @@ def load_tensors(
     """
     verify_checksums(directory.parent)
     marker = read_marker(directory)
+    written_by = "megatron" if marker["engine"] == "megatron" else "fsdp"
+    if backend != written_by:
+        raise ConfigError(f"--backend={backend}: {directory} was written by {marker['engine']}; use {written_by}")
     if "model" not in marker["contents"]:
         raise CheckpointError(f"{directory} holds {marker['contents']} and no model; save one with save_contents")
     tensors = READERS[backend](directory)
