@@ -135,6 +135,7 @@ def main() -> None:
     )
     trainer.reporter = reporter
     trainer.train()
+    reporter.wait()  # ready, as after any other step; there is none left to do
 
 
 if __name__ == "__main__":
