@@ -171,8 +171,8 @@ _CHUNKS = (
     "leave it out (model.use_fused_kernels=True keeps no logits for the backward pass)"
 )
 _OPTIM_EXTRA = (
-    "is for Megatron's optimizer, which is not in this version; fsdp_config.optimizer_offload keeps the state in "
-    "host memory"
+    "sets fields of Megatron's optimizer, which this version chooses itself; leave it out "
+    "(megatron.optimizer_offload or fsdp_config.optimizer_offload keeps the state in host memory)"
 )
 
 UNSUPPORTED: Sequence[Unsupported] = (

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -87,6 +91,26 @@ def test_squared_probabilities_are_those_of_the_plain_function() -> None:
         parallel_sum_pi_squared(hidden, weight, VocabShard(0, 11), temperature=0.7, chunk_numbers=22),
         token_sum_pi_squared(hidden, weight, None, temperature=0.7),
     )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-core is not installed")
+def test_the_adaptation_to_cpus_leaves_torch_alone() -> None:
+    script = """
+import torch
+before = {name: getattr(torch, name) for name in ("empty", "zeros", "tensor", "compile", "device", "get_rng_state")}
+methods = torch.Tensor.cuda, torch.Tensor.type, torch.nn.Module.cuda, torch.cuda.current_device
+from verl.workers.engine.megatron_cpu import adapt_to_cpu, cpu_construction
+adapt_to_cpu()
+assert all(getattr(torch, name) is function for name, function in before.items())
+import megatron.core.tensor_parallel.mappings as theirs
+assert theirs.torch.empty(2, device=theirs.torch.cuda.current_device()).device.type == "cpu"
+assert theirs.torch.Tensor is torch.Tensor
+with cpu_construction():
+    assert torch.zeros(1).cuda().type() == "torch.cuda.FloatTensor"
+assert methods == (torch.Tensor.cuda, torch.Tensor.type, torch.nn.Module.cuda, torch.cuda.current_device)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 def test_parked_memory_is_freed_and_views_of_it_survive() -> None:

@@ -21,6 +21,7 @@ from tests.workers.engine.ranks import run_ranks
 from tests.workers.engine.reference import (
     LOG_PROBS,
     POLICY,
+    TEMPERATURE,
     VALUES,
     policy_batch,
     policy_loss,
@@ -41,6 +42,7 @@ WHOLE = MicroBatching()
 MICROS = [WHOLE, MicroBatching(size=4), MicroBatching(size=2), MicroBatching(max_tokens=40)]
 DENSE = ("llama", "qwen3", "gemma")
 EXPERTS = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
+SQUARES = frozenset({"log_probs", "sum_pi_squared"})
 TRAINED = frozenset({"model", "optimizer", "extra"})
 SCORES = frozenset({"scores"})
 
@@ -128,6 +130,9 @@ def two_ranks(rank: int, model_dir: str, work: str) -> None:
         ours.make_megatron_engine(model_dir, pp=2)
     with pytest.raises(ConfigError, match="values"):
         engine.forward(policy_batch(), VALUES, micro=WHOLE)
+
+    fields = engine.forward(policy_batch(), SQUARES, micro=MicroBatching(size=3))
+    torch.testing.assert_close(fields, torch.load(f"{work}/squares.pt"), rtol=1e-5, atol=5e-6)
 
     def broken(outputs: Any, rows: Any, info: Any) -> tuple[Tensor, MetricSet]:
         return outputs["log_probs"].sum() * float("nan"), MetricSet()
@@ -252,6 +257,10 @@ def prepare(model_dir: str, work: Path) -> None:
     """Everything that the ranks compare with."""
     batch = policy_batch()
     torch.save(run_reference(model_dir, batch), work / "reference.pt")
+    plain = make_fsdp_engine(model_dir)
+    for _ in range(2):  # as far as the engine that is compared with it
+        plain.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE, temperature=TEMPERATURE)
+    torch.save(plain.forward(batch, SQUARES, micro=WHOLE), work / "squares.pt")
     critic = make_fsdp_engine(model_dir, head="value")
     losses = [
         critic.train_batch(batch, value_loss, want=VALUES, micro=WHOLE).values_by_name()["loss"] for _ in range(3)

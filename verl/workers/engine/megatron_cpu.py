@@ -140,12 +140,43 @@ class _CpuAsCuda(ModuleType):
         torch.set_rng_state(state)
 
 
+class _Distributed(ModuleType):
+    """``torch.distributed`` where ranks have parts of different length: gloo gathers and scatters equal parts only."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.distributed")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.distributed, name)
+
+    def all_gather(self, tensors: list[Tensor], tensor: Tensor, group: Any = None, **kwargs: Any) -> Any:
+        longest = max(len(part) for part in tensors)
+        if all(len(part) == longest for part in tensors):
+            return torch.distributed.all_gather(tensors, tensor, group=group, **kwargs)
+        padded = tensor.new_zeros(longest, *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        everyone = [torch.empty_like(padded) for _ in tensors]
+        torch.distributed.all_gather(everyone, padded, group=group)
+        for part, received in zip(tensors, everyone, strict=True):
+            part.copy_(received[: len(part)])
+        return None
+
+    def reduce_scatter(self, output: Tensor, inputs: list[Tensor], group: Any = None, **kwargs: Any) -> Any:
+        if len({len(part) for part in inputs}) == 1:
+            return torch.distributed.reduce_scatter(output, inputs, group=group, **kwargs)
+        whole = torch.cat(inputs)
+        torch.distributed.all_reduce(whole, group=group)
+        output.copy_(whole.split([len(part) for part in inputs])[torch.distributed.get_rank(group)])
+        return None
+
+
 class _TorchView(ModuleType):
     """``torch`` as Megatron-core's modules see it."""
 
     def __init__(self) -> None:
         super().__init__("torch")
         self.cuda = _CpuAsCuda()
+        self.distributed = _Distributed()
         for name in _FACTORIES:
             setattr(self, name, _on_cpu(getattr(torch, name)))
 
