@@ -79,3 +79,16 @@ def test_servers(parallel: int, train: Callable[..., list[dict[str, Any]]]) -> N
     for row in rows:
         assert row["data"]["training/rollout_probs_diff_max"] < 1e-4
         assert row["data"]["actor/grad_norm"] > 0
+
+
+def test_low_rank_adapters_reach_vllm_merged(train: Callable[..., list[dict[str, Any]]]) -> None:
+    rows = train(
+        "trainer.controller=local",
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.model.lora_alpha=8",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+    )
+    for row in rows:
+        assert row["data"]["training/rollout_probs_diff_max"] < 1e-4
+        assert row["data"]["actor/grad_norm"] > 0
+    assert rows[0]["data"]["actor/pg_loss"] != rows[2]["data"]["actor/pg_loss"]

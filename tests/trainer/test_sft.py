@@ -257,3 +257,27 @@ def test_two_ranks_give_the_numbers_of_one(tiny_model_dir: str, files: tuple[str
     # two ranks go on from their own checkpoint
     more = run(2, tmp_path / "two", 4)
     assert [m["training/global_step"] for m in more[3:]] == [4.0]
+
+
+def test_background_saves_the_best_and_adapters(tiny_model_dir: str, files: tuple[str, str], tmp_path: Path) -> None:
+    more = {
+        "trainer__save_freq": 1,
+        "trainer__test_freq": 1,
+        "trainer__max_ckpt_to_keep": 1,
+        "trainer__best_ckpt_metric": "val/loss",
+        "trainer__best_ckpt_mode": "min",
+        "trainer__checkpoint__async_save": True,
+        "trainer__checkpoint__save_contents": "[model,optimizer,extra]",
+        "model__lora_rank": 4,
+        "optim__lr": 1e-2,
+    }
+    run_sft(config(tiny_model_dir, files, tmp_path / "run", **more))
+    losses = {row["training/global_step"]: row["val/loss"] for row in logged(tmp_path / "metrics.jsonl")}
+    best = int(min(losses, key=lambda step: losses[step]))
+    kept = sorted(int(path.name.rpartition("_")[2]) for path in (tmp_path / "run").glob("global_step_*"))
+    assert kept == sorted({best, 4})
+    assert losses[4] < losses[1]
+    assert (tmp_path / "run" / "global_step_4" / "lora_adapter" / "adapter_model.safetensors").is_file()
+    base, tuned = weights(Path(tiny_model_dir)), weights(tmp_path / "run" / "huggingface")  # merged
+    changed = {name.rpartition(".")[0].rpartition(".")[2] for name in base if not torch.equal(base[name], tuned[name])}
+    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
