@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,3 +60,25 @@ def test_pipeline_parallel_ppo_with_a_critic(train: Callable[..., list[dict[str,
         assert row["data"]["actor/grad_norm"] > 0
         assert row["data"]["critic/grad_norm"] > 0
         assert row["data"]["training/rollout_probs_diff_max"] < 1e-4
+
+
+@pytest.mark.slow
+def test_a_run_resumes_under_other_sizes(run_training: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
+    shared = ["trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.strategy=megatron"]
+    checkpoints = tmp_path / "checkpoints"
+    whole = run_training(
+        *shared,
+        f"{SIZES}.tensor_model_parallel_size=2",
+        "trainer.save_freq=2",
+        f"trainer.default_local_dir={checkpoints}",
+    )
+    rest = run_training(
+        *shared,
+        f"{SIZES}.pipeline_model_parallel_size=2",
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={checkpoints}/global_step_2",
+    )
+    assert [row["step"] for row in rest] == [3]
+    names = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean")
+    got, expected = ({name: rows[-1]["data"][name] for name in names} for rows in (rest, whole))
+    assert got == pytest.approx(expected, rel=1e-3, abs=1e-5)

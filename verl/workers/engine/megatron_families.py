@@ -11,7 +11,7 @@ import difflib
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -73,7 +73,6 @@ class ModelSettings:
     embedding_scale: float = 1.0
     qk_norm: bool = False
     softmax_scale: float | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def model_settings(config: PreTrainedConfig) -> ModelSettings:

@@ -65,8 +65,9 @@ def load_megatron(device: torch.device) -> None:
     Raises:
         ConfigError: it is not installed.
     """
-    # It tells at length which optional packages it does without, and calls torch's collectives by their former names.
+    # It tells at length which optional packages it does without, and calls things of torch by their former names.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
+    warnings.filterwarnings("ignore", category=FutureWarning, message="Please use DTensor instead")
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".torch\.distributed\.\w+. is deprecated")
     try:
         if device.type == "cpu":
