@@ -323,7 +323,7 @@ def test_all_problems_come_together(problems):
         "algorithm.adv_estimator=grop",
         f"{ARR}.actor.grad_clip=2",
         f"{ARR}.actor.optim.clip_grad=1",
-        f"{ARR}.model.lora_rank=8",
+        f"{ARR}.rollout.data_parallel_size=8",
         "data.train_batch_size=10",
     )
     starts = [p.split("=")[0] for p in found]
@@ -334,7 +334,7 @@ def test_all_problems_come_together(problems):
             f"{ARR}.actor.clip_ratio",
             "algorithm.adv_estimator",
             f"{ARR}.actor.optim.clip_grad",
-            f"{ARR}.model.lora_rank",
+            f"{ARR}.rollout.data_parallel_size",
             "data.train_batch_size",
         ]
     )
@@ -349,10 +349,13 @@ def test_a_problem_that_only_follows_is_not_repeated(problems):
 
 def test_keys_with_one_reason_share_one_line(problems):
     (line,) = problems(
-        f"{ARR}.model.lora_rank=8", f"{ARR}.model.lora_alpha=16", f"{ARR}.model.target_modules=all-linear"
+        f"{ARR}.rollout.data_parallel_size=2",
+        f"{ARR}.rollout.expert_parallel_size=2",
+        f"{ARR}.rollout.pipeline_model_parallel_size=4",
     )
     assert line.startswith(
-        f"{ARR}.model.lora_rank=8, {ARR}.model.lora_alpha=16, {ARR}.model.target_modules='all-linear': is for LoRA"
+        f"{ARR}.rollout.data_parallel_size=2, {ARR}.rollout.expert_parallel_size=2, "
+        f"{ARR}.rollout.pipeline_model_parallel_size=4: splits the rollout engine"
     )
 
 

@@ -115,7 +115,7 @@ class RolloutServerConfig(Config):
     max_start_wait_time: float = opt(300.0, "Longest wait for a server to start or to be restarted, in seconds.", gt=0)
     max_restarts: int = opt(3, "How often a server whose process died is restarted.", ge=0)
     openai_api: bool = opt(
-        False, "Give every server an OpenAI-compatible HTTP endpoint, whose address is logged. Needs verl[server]."
+        False, "Give every server an OpenAI-compatible HTTP endpoint, whose address is logged; needs verl[server]."
     )
     host: str = opt("127.0.0.1", "Address on which these endpoints listen, on a free port.")
 

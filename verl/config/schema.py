@@ -94,8 +94,10 @@ def nearest(path: str, known: Mapping[str, Key]) -> list[str]:
     if above:
         return above
     suffix = [p for p in leaves if p.endswith("." + path)]
-    if suffix:
-        return suffix[:3]
+    if suffix:  # a key deep inside a section is rarely meant by its last part alone
+        suffix.sort(key=lambda p: p.count("."))
+        shallow = [p for p in suffix if p.count(".") == suffix[0].count(".")]
+        return (shallow if len(shallow) > 1 else suffix)[:3]
     parts = path.split(".")
 
     def score(candidate: str) -> float:
