@@ -68,7 +68,9 @@ def running(name: str, model: torch.nn.Module, directory: Path, request: pytest.
         yield ENGINES[name](model, directory)
         return
     request.getfixturevalue("ray_local")
-    with replicas(server_spec(model, directory, name=SERVED[name])) as group:
+    # slow enough that a message from another process finds requests in flight
+    spec = server_spec(model, directory, name=SERVED[name], external_lib="tests.workers.rollout.slow_steps")
+    with replicas(spec) as group:
         yield ServedEngine(group)
 
 

@@ -33,12 +33,18 @@ _names = itertools.count()
 
 
 def server_spec(
-    model: torch.nn.Module, directory: Path, *, quiet_timeout_s: float = 30.0, **rollout: Any
+    model: torch.nn.Module,
+    directory: Path,
+    *,
+    quiet_timeout_s: float = 30.0,
+    external_lib: str | None = None,
+    **rollout: Any,
 ) -> ServerSpec:
     """A server of the model's architecture."""
     model.config.save_pretrained(directory)
     settings = {"dtype": "float32", "prompt_length": 28, "response_length": 100, "max_num_seqs": 64, **rollout}
-    return ServerSpec(ModelConfig(path=str(directory)), RolloutConfig(**settings), "cpu", quiet_timeout_s)
+    model_config = ModelConfig(path=str(directory), external_lib=external_lib)
+    return ServerSpec(model_config, RolloutConfig(**settings), "cpu", quiet_timeout_s)
 
 
 class Trainer:
