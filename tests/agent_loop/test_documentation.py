@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from tests.agent_loop.script import TOKENIZER, config, row, run, text_of
-from verl.agent_loop.parsers import PARSERS, ToolCall
 from verl.agent_loop.runner import AgentLoopRunner
 from verl.tools.loading import load_tools
+from verl.tools.parsers import PARSERS, ToolCall
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from tests.agent_loop.script import config, row
 from verl.agent_loop import EngineGenerator
 from verl.agent_loop.batch import Row
-from verl.agent_loop.parsers import PARSERS, ParsedTurn, ToolCall, ToolParser, register_parser
 from verl.agent_loop.runner import AgentLoopRunner
 from verl.config import ModelConfig
 from verl.tools import function_tool
+from verl.tools.parsers import PARSERS, ParsedTurn, ToolCall, ToolParser, register_parser
 from verl.utils.tokenizer import load_tokenizer
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.hf.engine import HFRolloutEngine

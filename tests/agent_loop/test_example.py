@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.agent_loop.script import TOKENIZER, config, row, run
-from verl.agent_loop.parsers import PARSERS
 from verl.agent_loop.runner import AgentLoopRunner
 from verl.data.sft_dataset import conversation_tokens
+from verl.tools.parsers import PARSERS
 
 
 def load(path: Path) -> ModuleType:

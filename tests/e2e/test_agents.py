@@ -19,7 +19,7 @@ R = "actor_rollout_ref.rollout"
 
 # a random model calls no tool: in this format everything that it says is a call
 PLUGIN = '''
-from verl.agent_loop.parsers import PARSERS, ParsedTurn, ToolCall, ToolParser, register_parser
+from verl.tools.parsers import PARSERS, ParsedTurn, ToolCall, ToolParser, register_parser
 from verl.tools import ToolResponse, function_tool
 
 @function_tool("echo")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.data.chat import Message, encode, render
 from verl.errors import DataError, RolloutError
+from verl.tools.parsers import Piece
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,14 +27,6 @@ _MARK = "qzvMARKvzq"
 _TURN: Message = {"role": "assistant", "content": _MARK}
 
 Spans = list[tuple[int, int]]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Text with the control tokens that are in it; with ``literal`` they are ordinary text."""
-
-    text: str
-    literal: bool = False
 
 
 @dataclass(frozen=True)

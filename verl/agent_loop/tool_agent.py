@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from verl.agent_loop.base import AgentContext, AgentLoopBase, AgentLoopOutput, register
 from verl.agent_loop.conversation import Conversation
-from verl.agent_loop.parsers import PARSERS, BrokenCall, ToolCall
 from verl.agent_loop.partner import Partner
 from verl.agent_loop.templating import ChatTemplater
 from verl.data.chat import as_messages
 from verl.errors import DataError, RolloutError
 from verl.interactions.base import choose
+from verl.tools.parsers import PARSERS, BrokenCall, ToolCall
 from verl.tools.toolbox import ToolBox, ToolResult
 
 if TYPE_CHECKING:

@@ -13,11 +13,12 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from verl.errors import ConfigError, ReplicaError, RolloutError
+from verl.tools.parsers import PARSERS, BrokenCall, ToolCall, ToolParser, length_before
 from verl.workers.rollout.base import Completion, GenerationRequest
 from verl.workers.rollout.openai_protocol import (
     ApiError,
@@ -28,7 +29,6 @@ from verl.workers.rollout.openai_protocol import (
     parse_prompts,
     usage,
 )
-from verl.workers.rollout.tool_calls import ToolCallParser, get_tool_call_parser
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class OpenAIEndpoint:
         self.backend = backend
         self.tokenizer = tokenizer
         self.settings = settings
-        self._parser: ToolCallParser = get_tool_call_parser(settings.tool_format)
+        self._parser: Callable[..., ToolParser] = PARSERS[settings.tool_format]
         self._web = _aiohttp_web()
         self._runner: Any = None
 
@@ -133,7 +133,9 @@ class OpenAIEndpoint:
             )
         except Exception as error:
             raise ApiError(400, f"the chat template refuses the messages: {error}", "messages") from error
-        return await self._answer(request, call, [ids], _ChatBody(self, call, self._parser if tools else None))
+        functions = [tool.get("function", {}) for tool in tools or ()]
+        parser = self._parser({str(f.get("name")): f.get("parameters") or {} for f in functions}) if tools else None
+        return await self._answer(request, call, [ids], _ChatBody(self, call, parser))
 
     async def _complete(self, request: Any) -> Any:
         body = await self._body(request)
@@ -233,9 +235,7 @@ class OpenAIEndpoint:
         if done:
             return text, False
         keep = len(text.rstrip("\ufffd"))  # a character whose bytes are not all there
-        for stop in call.stop:
-            keep = min(keep, _before_prefix(text, stop))
-        return text[:keep], False
+        return text[: min(keep, length_before(text, call.stop))], False
 
     def token_text(self, token: int) -> str:
         """The text of one token."""
@@ -360,7 +360,7 @@ class _ChatBody:
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, endpoint: OpenAIEndpoint, call: Call, parser: ToolCallParser | None) -> None:
+    def __init__(self, endpoint: OpenAIEndpoint, call: Call, parser: ToolParser | None) -> None:
         self.endpoint = endpoint
         self.call = call
         self.parser = parser
@@ -385,7 +385,7 @@ class _ChatBody:
         if reason is not None:
             text, calls, reason = self._parsed(choice)
         elif self.parser is not None:
-            text = text[: _before_prefix(text, self.parser.marker)].rstrip()
+            text = text[: self.parser.plain_length(text)].rstrip()
         begin = self._sent.get(choice.index, 0)
         self._sent[choice.index] = max(begin, len(text))
         if text[begin:]:
@@ -397,16 +397,21 @@ class _ChatBody:
     def _parsed(self, choice: _Choice) -> tuple[str, list[dict[str, Any]], str | None]:
         if self.parser is None:
             return choice.text, [], choice.finish_reason
-        content, found = self.parser.parse(choice.text)
+        turn = self.parser.parse(choice.text)
+        if not turn.calls or any(isinstance(item, BrokenCall) for item in turn.calls):
+            return choice.text, [], choice.finish_reason  # a call that is none stays what the model wrote
         calls = [
             {
                 "id": f"call_{uuid.uuid4().hex[:24]}",
                 "type": "function",
-                "function": {"name": item.name, "arguments": item.arguments},
+                "function": {"name": item.name, "arguments": json.dumps(item.arguments, ensure_ascii=False)},
             }
-            for item in found
+            for item in turn.calls
+            if isinstance(item, ToolCall)
         ]
-        return content, calls, "tool_calls" if calls and choice.finish_reason == "stop" else choice.finish_reason
+        # white space before the text has been streamed already
+        lead = choice.text[: len(choice.text) - len(choice.text.lstrip())] if turn.content else ""
+        return lead + turn.content, calls, "tool_calls" if choice.finish_reason == "stop" else choice.finish_reason
 
     def _entry(
         self, choice: _Choice, name: str, message: dict[str, Any], reason: str | None, sent: int
@@ -424,17 +429,6 @@ class _ChatBody:
         if self.call.token_ids:
             entry["token_ids"] = tokens
         return entry
-
-
-def _before_prefix(text: str, marker: str) -> int:
-    """Characters of ``text`` before the marker, or before an end that could become it."""
-    place = text.find(marker)
-    if place >= 0:
-        return place
-    for size in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:size]):
-            return len(text) - size
-    return len(text)
 
 
 def _usage(choices: Sequence[_Choice], n: int) -> dict[str, int]:

@@ -217,7 +217,8 @@ class RolloutServer:
         model, rollout = self.spec.model, self.spec.rollout
         tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
         limit = getattr(self.engine, "max_model_len", None)
-        self._endpoint = OpenAIEndpoint(self, tokenizer, ApiSettings(str(model.path), rollout.response_length, limit))
+        settings = ApiSettings(str(model.path), rollout.response_length, limit, rollout.multi_turn.format)
+        self._endpoint = OpenAIEndpoint(self, tokenizer, settings)
         return await self._endpoint.start(host)
 
     async def place(self) -> tuple[str, str]:

@@ -6,9 +6,8 @@ import json
 import re
 from collections.abc import Sequence
 
-from verl.agent_loop.parsers.base import BrokenCall, ParsedTurn, ToolCall, ToolParser, call_of, register_parser
-from verl.agent_loop.templating import Piece
 from verl.data.chat import Message
+from verl.tools.parsers.base import BrokenCall, ParsedTurn, Piece, ToolCall, ToolParser, call_of, register_parser
 
 _MESSAGE = "<|message|>"
 

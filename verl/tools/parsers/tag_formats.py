@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 
-from verl.agent_loop.parsers.base import BrokenCall, ParsedTurn, ToolCall, ToolParser, between, register_parser
+from verl.tools.parsers.base import BrokenCall, ParsedTurn, ToolCall, ToolParser, between, register_parser
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class _Tagged(ToolParser):
     """``<tool_call>...</tool_call>`` around each call."""
+
+    openings = (_OPEN,)
 
     def parse(self, text: str) -> ParsedTurn:
         outside, bodies, unclosed = between(text, _OPEN, _CLOSE)

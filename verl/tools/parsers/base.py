@@ -10,11 +10,18 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from verl.agent_loop.templating import Piece
 from verl.data.chat import Message
 from verl.utils.registry import Registry
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text with the control tokens that are in it; with ``literal`` they are ordinary text."""
+
+    text: str
+    literal: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,12 +65,19 @@ class ToolParser(ABC):
         parameters: for each tool the JSON Schema of its parameters, for formats that do not show types.
     """
 
+    #: what a call begins with, wherever it stands; empty where only the whole turn shows whether it has calls
+    openings: ClassVar[tuple[str, ...]] = ()
+
     def __init__(self, parameters: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self.parameters = dict(parameters or {})
 
     @abstractmethod
     def parse(self, text: str) -> ParsedTurn:
         """The calls of a turn; never raises."""
+
+    def plain_length(self, text: str) -> int:
+        """How many characters at the beginning of an unfinished turn are certain to be no call, for streaming."""
+        return length_before(text, self.openings) if self.openings else 0
 
     def render_answers(self, messages: Sequence[Message]) -> list[Piece] | None:
         """What follows the model's turn when tools have answered; None leaves it to the chat template.
@@ -136,6 +150,18 @@ def call_of(name: str, arguments: Any) -> ToolCall | BrokenCall:
     if not isinstance(arguments, dict):
         return BrokenCall(f"the arguments are {type(arguments).__name__}, expected an object", name)
     return ToolCall(name, arguments)
+
+
+def length_before(text: str, markers: Sequence[str]) -> int:
+    """Characters of ``text`` before the first of the markers, or before an end that could become one."""
+    places = [place for marker in markers if (place := text.find(marker)) >= 0]
+    if places:
+        return min(places)
+    longest = max((len(marker) for marker in markers), default=0)
+    for size in range(min(longest - 1, len(text)), 0, -1):
+        if any(marker.startswith(text[-size:]) for marker in markers):
+            return len(text) - size
+    return len(text)
 
 
 def between(text: str, opening: str, closing: str) -> tuple[str, list[str], str | None]:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.agent_loop.parsers import PARSERS, BrokenCall, ParsedTurn, ToolCall
 from verl.errors import ConfigError
+from verl.tools.parsers import PARSERS, BrokenCall, ParsedTurn, ToolCall
 
 SCHEMAS = {
     "find": {
@@ -190,3 +190,17 @@ def test_what_a_template_writes_is_read_back(arguments: dict) -> None:
         assert parse("hermes", f"<tool_call>\n{call}\n</tool_call>").calls == [ToolCall("find", arguments)]
     llama = json.dumps({"name": "find", "parameters": arguments})
     assert parse("llama3_json", llama).calls == [ToolCall("find", arguments)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "plain"),
+    [
+        ("hermes", "Let me see. <tool_", "Let me see. "),
+        ("hermes", "Let me see. <tool_call>{", "Let me see. "),
+        ("hermes", "a < b", "a < b"),
+        ("kimi", "Yes<|tool_calls_sec", "Yes"),
+        ("llama3_json", "It may become a call", ""),
+    ],
+)
+def test_what_may_become_a_call_is_held_back(name: str, text: str, plain: str) -> None:
+    assert text[: PARSERS[name]().plain_length(text)] == plain

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from verl.agent_loop.parsers.base import (
+from verl.tools.parsers.base import (
     BrokenCall,
     ParsedTurn,
     ToolCall,
@@ -23,6 +23,7 @@ class HermesParser(ToolParser):
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, several if need be; Hermes, Qwen2.5, Qwen3."""
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
+    openings = (OPEN,)
 
     def parse(self, text: str) -> ParsedTurn:
         outside, bodies, unclosed = between(text, self.OPEN, self.CLOSE)
@@ -81,6 +82,7 @@ class DeepSeekParser(ToolParser):
 
     BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     OPEN, CLOSE, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+    openings = (BEGIN, OPEN)
 
     def parse(self, text: str) -> ParsedTurn:
         outside, bodies, unclosed = between(text, self.OPEN, self.CLOSE)
@@ -109,6 +111,7 @@ class KimiParser(ToolParser):
 
     BEGIN, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     OPEN, CLOSE, SEPARATOR = "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"
+    openings = (BEGIN, OPEN)
 
     def parse(self, text: str) -> ParsedTurn:
         outside, bodies, unclosed = between(text, self.OPEN, self.CLOSE)
