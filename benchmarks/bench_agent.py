@@ -30,11 +30,11 @@ from transformers import AutoModelForCausalLM
 
 from verl.agent_loop import EngineGenerator
 from verl.agent_loop.batch import Row, Trajectory
-from verl.agent_loop.parsers import ParsedTurn, ToolCall, ToolParser, register_parser
 from verl.agent_loop.runner import AgentLoopRunner
 from verl.agent_loop.templating import ChatTemplater
 from verl.config import ModelConfig, MultiTurnConfig, RolloutConfig
 from verl.tools import function_tool
+from verl.tools.parsers import ParsedTurn, ToolCall, ToolParser, register_parser
 from verl.utils.tokenizer import load_tokenizer
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.hf.engine import HFRolloutEngine

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from verl.agent_loop.parsers import BrokenCall, ParsedTurn, ToolCall, ToolParser, register_parser
-from verl.agent_loop.parsers.base import between
 from verl.tools import function_tool
+from verl.tools.parsers import BrokenCall, ParsedTurn, ToolCall, ToolParser, register_parser
+from verl.tools.parsers.base import between
 
 
 @function_tool(timeout_s=5)
