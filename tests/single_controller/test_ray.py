@@ -430,10 +430,11 @@ class TestFailures:
         assert trouble.fine() == [0, 1]
 
     def test_a_failing_constructor(self, pool):
+        # processes start slowly on a busy machine; whoever only waits until time is up waits 300 s, for another error
         start = time.monotonic()
         with pytest.raises(WorkerError) as info:
             RayWorkerGroup(pool, RayClassWithInitArgs(BadConstructor))
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 120
         assert (info.value.role, info.value.rank, info.value.method) == ("bad_constructor", 1, "__init__")
         assert "RuntimeError: weights not found" in info.value.remote_traceback
 
