@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
 import types
@@ -57,3 +59,26 @@ def test_every_command_has_a_module_with_a_main(name: str) -> None:
     import importlib
 
     assert callable(importlib.import_module(cli.COMMANDS[name].module).main)
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_the_help_of_every_command_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = cli.main([name, "--help"])
+    except SystemExit as end:  # argparse and the configuration end the process themselves
+        code = int(end.code or 0)
+    text = capsys.readouterr().out
+    assert code == 0
+    assert re.search(rf"^example:\s+verl {name} \S", text, re.MULTILINE), text[:1000]
+
+
+@pytest.mark.parametrize("name", ["train", "sft", "preference", "generate", "eval"])
+def test_the_example_of_the_help_is_a_valid_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([name, "--help"])
+    found = re.search(r"^example:\n  verl (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert found is not None
+    with pytest.raises(SystemExit) as end:
+        cli.main([*shlex.split(found[1]), "--cfg", "job"])
+    shown = capsys.readouterr()
+    assert end.value.code == 0, shown.err

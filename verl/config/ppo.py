@@ -53,7 +53,7 @@ class PPOConfig(Config):
     """Everything that ``python -m verl.trainer.main_ppo`` reads."""
 
     EXAMPLE: ClassVar[str] = (
-        "verl train data.train_files=train.parquet data.train_batch_size=64 actor_rollout_ref.model.path=model "
+        "verl train data.train_files=train.parquet data.train_batch_size=256 actor_rollout_ref.model.path=model "
         "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 trainer.n_gpus_per_node=1"
     )
 

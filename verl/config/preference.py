@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from verl.config.base import Config, opt, section
 from verl.config.optim import OptimConfig
@@ -55,6 +56,10 @@ class PreferenceLossConfig(Config):
 @dataclass
 class PreferenceConfig(FineTuningConfig):
     """Everything that training on pairs of answers reads."""
+
+    EXAMPLE: ClassVar[str] = (
+        "verl preference objective=dpo data.train_files=pairs.parquet data.train_batch_size=64 model.path=model"
+    )
 
     objective: str = opt(
         "dpo", "dpo trains a policy against a reference; reward_model trains scores.", choices=OBJECTIVES

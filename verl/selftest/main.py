@@ -13,8 +13,10 @@ from verl.errors import ConfigError
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="verl selftest",
-        description="Run every registered advantage estimator and loss through the training engine, cut in many ways, "
-        "and compare loss, gradient and metrics. Exit code 1 if one differs.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Run every registered advantage estimator and loss through the training engine, cut in many ways,\n"
+        "and compare loss, gradient and metrics. Exit code 1 if one differs.\n\n"
+        "example:\n  verl selftest --plugin my_losses.py --only 'loss *'",
     )
     parser.add_argument("--full", action="store_true", help="all cuts, aggregations and rank counts (minutes)")
     parser.add_argument(

@@ -10,6 +10,9 @@ from verl.errors import ConfigError
 
 USAGE = """usage: verl explain memory [key=value ...]
 
+example:
+  verl explain memory actor_rollout_ref.model.path=model trainer.n_gpus_per_node=8 trainer.device=cuda
+
 memory  bytes per rank, role and phase of a training run; reads the models' config.json and no weights
 
 Keys are those of verl train; trainer.device=cuda predicts for GPUs on a machine without one.
