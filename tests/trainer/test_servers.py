@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,12 @@ import torch
 
 from tests.workers.rollout.helpers import make_model, random_prompts, served_everywhere, weights_of
 from tests.workers.rollout.served import replicas, server_spec
-from verl.config import RolloutConfig
+from verl.agent_loop.runner import longest_run_s
+from verl.config import AgentConfig, ModelConfig, RolloutConfig
+from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.trainer.ppo.placement import processes_per_slot, replica_count, shared_config, slots_of_replicas
-from verl.trainer.ppo.servers import ServerRollout
+from verl.trainer.ppo.servers import AgentLoopPool, ServerRollout
 from verl.workers.rollout.base import GenerationRequest, SamplingParams, run_blocking
 from verl.workers.sharding_manager.link import WeightLink
 
@@ -110,3 +115,74 @@ def test_a_server_that_dies_in_use_comes_back_with_the_weights(tmp_path: Path) -
         assert torch.equal(again.batch["responses"], first.batch["responses"])
         rollout.sync_weights(4)
         assert [health.policy_version for health in group.call("health")] == [4, 4]
+
+
+LOOP = """
+import os
+import signal
+import time
+
+from verl.agent_loop import AgentLoopBase, AgentLoopOutput
+
+OK, DIES, BLOCKS = 1, 2, 3
+
+
+class Loop(AgentLoopBase):
+    async def run(self, sampling_params, **fields):
+        ids = list(fields["raw_prompt_ids"])
+        if ids[0] == DIES:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if ids[0] == BLOCKS:
+            time.sleep(3600)
+        return AgentLoopOutput(ids, [ids[0] + 10], [1], [0.0])
+"""
+OK, DIES, BLOCKS = 1, 2, 3
+
+
+@contextlib.contextmanager
+def agent_processes(model: str, directory: Path, **agent: Any) -> Iterator[Callable[[list[int]], list[int]]]:
+    """Two processes; yields a function from the first tokens of prompts to the first tokens of responses."""
+    (directory / "loop.py").write_text(LOOP)
+    (directory / "loops.yaml").write_text(f"- {{name: mine, _target_: '{directory}/loop.py:Loop'}}")
+    settings = AgentConfig("mine", f"{directory}/loops.yaml", num_workers=2, **agent)
+    rollout = RolloutConfig(mode="async", prompt_length=2, response_length=2, agent=settings)
+    pool = AgentLoopPool(ModelConfig(path=model), rollout, template_kwargs={}, seed=1, environment={})
+
+    def respond(first: list[int]) -> list[int]:
+        prompts = torch.tensor([[token, 9] for token in first])
+        batch = DataProto.from_dict({"input_ids": prompts, "attention_mask": torch.ones_like(prompts)})
+        batch.meta_info.update(step=1)
+        result = pool.run(batch, None, pad_token_id=0)  # type: ignore[arg-type]  # these loops sample nothing
+        return result.batch["responses"][:, 0].tolist()  # type: ignore[no-any-return]
+
+    try:
+        yield respond
+    finally:
+        pool.shutdown()
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_an_agent_process_that_dies_is_an_error_at_once(tiny_model_dir: str, tmp_path: Path) -> None:
+    with agent_processes(tiny_model_dir, tmp_path) as respond:
+        assert respond([OK, OK, OK]) == [11, 11, 11]
+        started = time.monotonic()
+        with pytest.raises(RolloutError, match="agent loops of process 1 failed: its process died"):
+            respond([BLOCKS, OK, OK, DIES])  # the other process would take an hour
+        assert time.monotonic() - started < 60
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_an_agent_process_that_blocks_is_an_error_in_the_end(
+    tiny_model_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl.agent_loop.runner._GRACE_S", 1.5)
+    with agent_processes(tiny_model_dir, tmp_path, timeout_s=0.5) as respond:
+        assert respond([OK, OK]) == [11, 11]  # takes as long as the processes take to start
+        with pytest.raises(RolloutError, match=r"no answer within 2 s to: agent loops of process 0; .*timeout_s=0\.5"):
+            respond([BLOCKS, OK])
+
+
+def test_rows_that_take_turns_have_more_time() -> None:
+    assert longest_run_s(AgentConfig(max_concurrent=4), 100) is None
+    assert longest_run_s(AgentConfig(max_concurrent=4, timeout_s=10.0), 4) == 40.0  # and 30 s to clean up
+    assert longest_run_s(AgentConfig(max_concurrent=4, timeout_s=10.0), 9) == 120.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ from verl.workers.rollout.base import Completion, GenerationRequest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from verl.config import ModelConfig, RolloutConfig
+    from verl.config import AgentConfig, ModelConfig, RolloutConfig
     from verl.protocol import DataProto
     from verl.tools.base_tool import BaseTool
 
@@ -210,6 +211,13 @@ class AgentLoopRunner:
             self.writer.write(trace.record(**more, **({"error": why} if why else {})))
         if self.spans is not None:
             self.spans.export(trace)
+
+
+def longest_run_s(agent: AgentConfig, rows: int) -> float | None:
+    """Seconds within which :meth:`AgentLoopRunner.run` ends with ``rows`` rows; None where nothing limits them."""
+    if agent.timeout_s is None:
+        return None
+    return math.ceil(rows / agent.max_concurrent) * (agent.timeout_s + _GRACE_S)
 
 
 def build_runner(

@@ -14,6 +14,7 @@ import ray
 import torch.distributed as dist
 
 from verl import envs
+from verl.agent_loop.runner import longest_run_s
 from verl.agent_loop.worker import AgentLoopWorker
 from verl.config import ModelConfig, RolloutConfig
 from verl.errors import RolloutError
@@ -24,7 +25,7 @@ from verl.utils.transport import pack
 from verl.workers.rollout.base import run_blocking
 from verl.workers.rollout.batch import batch_from_completions, requests_from_batch
 from verl.workers.rollout.client import RolloutClient
-from verl.workers.rollout.group import Replica, ReplicaGroup, wait_for
+from verl.workers.rollout.group import NoAnswerError, Replica, ReplicaGroup, wait_for
 from verl.workers.sharding_manager import SyncReport
 from verl.workers.sharding_manager.link import LinkKind, WeightLink
 
@@ -62,8 +63,14 @@ class AgentLoopPool:
         self._workers: list[Any] = []
 
     def run(self, prompts: DataProto, client: RolloutClient, *, pad_token_id: int) -> DataProto:
-        """One trajectory for each row, rows in the order given."""
+        """One trajectory for each row, rows in the order given.
+
+        Raises:
+            RolloutError: a process died, or had no answer after the time that ``rollout.agent.timeout_s`` allows.
+            VerlError: what a process raised.
+        """
         count = min(self.rollout.agent.num_workers, len(prompts))
+        limit = self._longest_wait_s(-(-len(prompts) // count), starts=len(self._workers) < count)
         while len(self._workers) < count:
             self._workers.append(self._start(len(self._workers)))
         size, more = divmod(len(prompts), count)
@@ -74,7 +81,20 @@ class AgentLoopPool:
             part = pack(prompts.slice(begin, end))
             calls[worker.run.remote(part, client, pad_token_id=pad_token_id)] = f"agent loops of process {number}"
             begin = end
-        return DataProto.concat(wait_for(calls, None))
+        try:
+            return DataProto.concat(wait_for(calls, limit))
+        except NoAnswerError as error:
+            raise RolloutError(
+                f"{error}; with rollout.agent.timeout_s={self.rollout.agent.timeout_s:g} every trajectory should have "
+                "ended by then: an agent loop or a tool blocks its process, where it should await"
+            ) from error
+
+    def _longest_wait_s(self, rows: int, *, starts: bool) -> float | None:
+        """Time limit for the process with the most rows; None: the calls within a trajectory have their own."""
+        longest = longest_run_s(self.rollout.agent, rows)
+        if longest is None or not starts:
+            return longest
+        return longest + self.rollout.server.max_start_wait_time
 
     def _start(self, number: int) -> Any:
         options = {"num_cpus": 0, "runtime_env": {"env_vars": self._env_vars}}

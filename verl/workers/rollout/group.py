@@ -28,6 +28,10 @@ _POLL_S = 0.2
 _HEALTH_TIMEOUT_S = 30.0
 
 
+class NoAnswerError(RolloutError):
+    """A call was not answered in time."""
+
+
 @dataclass
 class Replica:
     """One copy of the policy: one process, or several that share its weights.
@@ -232,7 +236,8 @@ def wait_for(calls: Mapping[Any, str], timeout_s: float | None) -> list[Any]:
         timeout_s: longest wait; None waits for ever, where every call has a limit of its own.
 
     Raises:
-        RolloutError: a process died, or the time is over.
+        NoAnswerError: the time is over.
+        RolloutError: a process died.
         VerlError: what a call raised.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -243,7 +248,7 @@ def wait_for(calls: Mapping[Any, str], timeout_s: float | None) -> list[Any]:
         ready, pending = ray.wait(pending, timeout=left)
         if not ready:
             late = sorted({calls[reference] for reference in pending})
-            raise RolloutError(f"no answer within {timeout_s:.3g} s to: {', '.join(late)}")
+            raise NoAnswerError(f"no answer within {timeout_s:.3g} s to: {', '.join(late)}")
         for reference in ready:
             values[reference] = _result(reference, calls[reference])
     return [values[reference] for reference in calls]
