@@ -11,6 +11,7 @@ import yaml
 
 from tests.agent_loop.script import TOKENIZER, config, row, run, text_of
 from verl.agent_loop.runner import AgentLoopRunner
+from verl.config.multi_turn import OpenAIAgentConfig
 from verl.tools.loading import load_tools
 from verl.tools.parsers import PARSERS, ToolCall
 
@@ -57,3 +58,16 @@ def test_the_loop_and_the_format(page: list[str]) -> None:
         assert PARSERS["arrow"]().parse("mul -> 2*3").calls == [ToolCall("mul", {"expression": "2*3"})]
     finally:
         PARSERS._items.pop("arrow")
+
+
+def test_the_program_behind_a_base_url(page: list[str]) -> None:
+    pytest.importorskip("openai", reason="the package openai is not installed (requirements/dev.txt)")
+    pytest.importorskip("aiohttp", reason="the package aiohttp is not installed (requirements/dev.txt)")
+    agent = {"openai_agent": OpenAIAgentConfig(path="my_agent.py"), "timeout_s": 30.0}
+    call = json.dumps({"name": "add", "arguments": {"a": 2, "b": 3}})
+    said = lambda text: "it is 5<|end|>" if "<|tool|>5" in text else f"<tool_call>{call}</tool_call><|end|>"  # noqa: E731
+    runner = AgentLoopRunner(config(agent=agent, multi_turn={"enable": False}), TOKENIZER)
+    (trajectory,) = run(runner, said, [row(reward_model={"ground_truth": "5"})])
+    assert trajectory.aborted is None
+    assert trajectory.output.reward_score == 1.0
+    assert text_of(trajectory).endswith("<|tool|>5<|end|><|assistant|>it is 5<|end|>")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from verl.agent_loop.ledger import TokenLedger
+from verl.agent_loop.templating import ChatTemplater
 from verl.data.chat import Message
 from verl.errors import RolloutError
 from verl.workers.rollout.base import Completion
 
 if TYPE_CHECKING:
-    from verl.agent_loop.templating import ChatTemplater, Piece
+    from verl.agent_loop.base import AgentContext
+    from verl.agent_loop.templating import Piece
 
 
 class HistoryRewritten(RolloutError):
-    """The chat template would write earlier turns differently from what the model was shown."""
+    """The chat template, or an agent, would have earlier turns differ from what the model was shown and wrote."""
 
 
 class Conversation:
@@ -99,6 +101,43 @@ class Conversation:
         self._shown = shown
         self._last = None
         return True
+
+
+def open_conversation(
+    context: AgentContext,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> Conversation:
+    """A conversation with its prompt, within the run's limits.
+
+    Args:
+        context: of the trajectory.
+        messages: the prompt.
+        tools: schemas that the template shows.
+        template_kwargs: arguments of the template beside the run's.
+
+    Raises:
+        RolloutError: the prompt is longer than ``data.max_prompt_length``.
+    """
+    config = context.config
+    templater = ChatTemplater(
+        context.tokenizer, tools=tools, template_kwargs={**context.template_kwargs, **(template_kwargs or {})}
+    )
+    conversation = Conversation(
+        templater,
+        messages,
+        max_tokens=config.response_length,
+        on_history_rewrite=config.multi_turn.on_history_rewrite,
+    )
+    length, limit = len(conversation.ledger.prompt_ids), config.prompt_length
+    if length > limit:
+        raise RolloutError(
+            f"the prompt has {length} tokens with its {len(tools)} tool description(s), more than "
+            f"data.max_prompt_length={limit}; raise it"
+        )
+    return conversation
 
 
 def _short(message: Message) -> str:

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl.agent_loop.base import AgentContext, AgentLoopBase, AgentLoopOutput, register
-from verl.agent_loop.conversation import Conversation
+from verl.agent_loop.conversation import Conversation, open_conversation
 from verl.agent_loop.partner import Partner
-from verl.agent_loop.templating import ChatTemplater
 from verl.data.chat import as_messages
-from verl.errors import DataError, RolloutError
+from verl.errors import DataError
 from verl.interactions.base import choose
 from verl.tools.parsers import PARSERS, BrokenCall, ToolCall
 from verl.tools.toolbox import ToolBox, ToolResult
@@ -92,7 +91,7 @@ class ToolAgentLoop(AgentLoopBase):
             text = await self.speak(conversation, sampling_params)
             scores.begin_turn(partner.state)
             calls = parser.parse(text).calls
-            last = self.out_of_turns(len(scores.tools)) or conversation.room < 1
+            last = self.multi_turn.out_of_turns(len(scores.tools)) or conversation.room < 1
             pieces = None
             if calls:
                 if last:
@@ -125,36 +124,12 @@ class ToolAgentLoop(AgentLoopBase):
 
     def begin(self, messages: list[dict[str, Any]], tools: dict[str, Any]) -> Conversation:
         """The conversation with its prompt."""
-        templater = ChatTemplater(
-            self.tokenizer,
-            tools=[tool.tool_schema.for_template() for tool in tools.values()],
-            template_kwargs=self.context.template_kwargs,
-        )
-        conversation = Conversation(
-            templater,
-            messages,
-            max_tokens=self.config.response_length,
-            on_history_rewrite=self.multi_turn.on_history_rewrite,
-        )
-        length, limit = len(conversation.ledger.prompt_ids), self.config.prompt_length
-        if length > limit:
-            raise RolloutError(
-                f"the prompt has {length} tokens with its {len(tools)} tool description(s), more than "
-                f"data.max_prompt_length={limit}; raise it"
-            )
-        return conversation
+        return open_conversation(self.context, messages, [tool.tool_schema.for_template() for tool in tools.values()])
 
     async def speak(self, conversation: Conversation, sampling_params: dict[str, Any]) -> str:
         """Let the model take its turn."""
         completion = await self.generate(conversation.ledger.context, sampling_params, max_tokens=conversation.room)
         return conversation.add_sampled(completion)
-
-    def out_of_turns(self, assistant_turns: int) -> bool:
-        """Whether a limit on turns is reached; every turn of the model but the last is answered by one turn."""
-        limits = self.multi_turn
-        return (limits.max_assistant_turns is not None and assistant_turns >= limits.max_assistant_turns) or (
-            limits.max_user_turns is not None and assistant_turns > limits.max_user_turns
-        )
 
     async def answers(self, toolbox: ToolBox, calls: Sequence[ToolCall | BrokenCall]) -> list[ToolResult]:
         """Carry out the calls of a turn at the same time; one answer for each."""

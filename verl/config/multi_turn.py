@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl.config.base import Config, opt
+from verl.config.base import Config, opt, section
 
 TRUNCATE_SIDES = ("left", "right", "middle")
 HISTORY_REWRITES = ("refuse", "append")
@@ -61,6 +61,24 @@ class MultiTurnConfig(Config):
         if given and not self.enable:
             yield f"{given[0]}={getattr(self, given[0])!r}: has no use with enable=False; set multi_turn.enable=True"
 
+    def out_of_turns(self, assistant_turns: int) -> bool:
+        """Whether a limit on turns is reached; every turn of the model but the last is answered by one turn."""
+        return (self.max_assistant_turns is not None and assistant_turns >= self.max_assistant_turns) or (
+            self.max_user_turns is not None and assistant_turns > self.max_user_turns
+        )
+
+
+@dataclass
+class OpenAIAgentConfig(Config):
+    """The program that the agent loop ``openai_agent`` runs for each row."""
+
+    path: str | None = opt(None, "Python file, or pkg://package.module, with the agent function; not given = none.")
+    name: str = opt(
+        "run",
+        "Function of that file, called as run(base_url, api_key, row); a coroutine function runs in the event loop, "
+        "any other in a thread.",
+    )
+
 
 @dataclass
 class AgentConfig(Config):
@@ -68,11 +86,14 @@ class AgentConfig(Config):
 
     default_agent_loop: str | None = opt(
         None,
-        "Agent loop of rows without agent_name; not given = tool_agent with multi_turn.enable, else none: every prompt "
-        "then gets one response without any agent loop.",
+        "Agent loop of rows without agent_name; not given = openai_agent with openai_agent.path, tool_agent with "
+        "multi_turn.enable, else none: every prompt then gets one response without any agent loop.",
     )
     agent_loop_config_path: str | None = opt(
         None, "YAML file with agent loops of your own (name, _target_, settings); not given = none."
+    )
+    openai_agent: OpenAIAgentConfig = section(
+        OpenAIAgentConfig, "The program that the agent loop openai_agent runs for each row."
     )
     num_workers: int = opt(8, "Processes that run agent loops beside rollout servers (mode=async).", ge=1)
     max_concurrent: int = opt(1024, "Most trajectories that one process has in progress at a time.", ge=1)
@@ -86,3 +107,12 @@ class AgentConfig(Config):
         None, "Directory for a record of every trajectory as JSONL: turns, tool calls, times, tokens, rewards."
     )
     opentelemetry: bool = opt(False, "Report trajectories, turns and tool calls as OpenTelemetry spans.")
+
+    def problems(self) -> Iterator[str]:
+        if self.default_agent_loop == "openai_agent" and self.openai_agent.path is None:
+            yield "default_agent_loop=openai_agent: needs the file of the agent; set agent.openai_agent.path"
+        if self.openai_agent.path is not None and self.timeout_s is None:
+            yield (
+                f"openai_agent.path={self.openai_agent.path}: an agent may hang, which nothing would end; set "
+                "agent.timeout_s"
+            )

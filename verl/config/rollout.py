@@ -261,6 +261,8 @@ class RolloutConfig(Config):
         agent = self.agent
         if agent.default_agent_loop is not None:
             return agent.default_agent_loop
+        if agent.openai_agent.path is not None:
+            return "openai_agent"
         if self.multi_turn.enable:
             return "tool_agent"
         return "single_turn_agent" if agent.agent_loop_config_path is not None else None

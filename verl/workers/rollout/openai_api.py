@@ -61,7 +61,7 @@ class ApiSettings:
 
 
 @dataclass
-class _Choice:
+class Choice:
     """One answer as it grows."""
 
     index: int
@@ -88,13 +88,13 @@ class OpenAIEndpoint:
         self.tokenizer = tokenizer
         self.settings = settings
         self._parser: Callable[..., ToolParser] = PARSERS[settings.tool_format]
-        self._web = _aiohttp_web()
+        self._web = aiohttp_web()
         self._runner: Any = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Listen; returns the base URL for clients. Port 0 takes a free one."""
         web = self._web
-        app = web.Application(client_max_size=_MAX_BODY, middlewares=[self._errors])
+        app = web.Application(client_max_size=_MAX_BODY, middlewares=[errors_as_json(web)])
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)
@@ -135,13 +135,13 @@ class OpenAIEndpoint:
             raise ApiError(400, f"the chat template refuses the messages: {error}", "messages") from error
         functions = [tool.get("function", {}) for tool in tools or ()]
         parser = self._parser({str(f.get("name")): f.get("parameters") or {} for f in functions}) if tools else None
-        return await self._answer(request, call, [ids], _ChatBody(self, call, parser))
+        return await self._answer(request, call, [ids], ChatBody(self.token_text, call, parser))
 
     async def _complete(self, request: Any) -> Any:
         body = await self._body(request)
         call = parse_call(body, "completions", default_max_tokens=self.settings.default_max_tokens)
         prompts = parse_prompts(body, self.tokenizer.encode)
-        return await self._answer(request, call, prompts, _TextBody(self, call))
+        return await self._answer(request, call, prompts, _TextBody(self.token_text, call))
 
     async def _body(self, request: Any) -> dict[str, Any]:
         try:
@@ -158,14 +158,14 @@ class OpenAIEndpoint:
     async def _answer(self, request: Any, call: Call, prompts: list[list[int]], form: _Body) -> Any:
         call = self._within_context(call, prompts)
         choices = [
-            _Choice(index, prompts[index // call.n], Completion([], [], "abort"))
+            Choice(index, prompts[index // call.n], Completion([], [], "abort"))
             for index in range(len(prompts) * call.n)
         ]
         if call.stream:
             return await self._stream(request, call, choices, form)
         await asyncio.gather(*(self._finish(call, choice) for choice in choices))
         answer = {**envelope(form.kind, self.settings.model), "choices": [form.whole(choice) for choice in choices]}
-        answer["usage"] = _usage(choices, call.n)
+        answer["usage"] = usage_of(choices, call.n)
         if call.token_ids:
             answer["prompt_token_ids"] = prompts[0]
         return self._web.json_response(answer)
@@ -187,11 +187,11 @@ class OpenAIEndpoint:
 
     # -- sampling
 
-    async def _finish(self, call: Call, choice: _Choice) -> None:
+    async def _finish(self, call: Call, choice: Choice) -> None:
         async for _ in self._pieces(call, choice):
             pass
 
-    async def _pieces(self, call: Call, choice: _Choice) -> AsyncIterator[str]:
+    async def _pieces(self, call: Call, choice: Choice) -> AsyncIterator[str]:
         """Let a choice grow to its end; yields the new text of each piece."""
         sampling = call.sampling_of(choice.index % call.n)
         name = f"http-{uuid.uuid4().hex}"
@@ -243,11 +243,11 @@ class OpenAIEndpoint:
 
     # -- answering in pieces
 
-    async def _stream(self, request: Any, call: Call, choices: list[_Choice], form: _Body) -> Any:
+    async def _stream(self, request: Any, call: Call, choices: list[Choice], form: _Body) -> Any:
         """Server-sent events. An error before the first piece is an ordinary answer, later it is the last event."""
         queue: asyncio.Queue[dict[str, Any] | Exception | None] = asyncio.Queue()
 
-        async def feed(choice: _Choice) -> None:
+        async def feed(choice: Choice) -> None:
             sent = 0
             async for _ in self._pieces(call, choice):
                 for chunk in form.chunks(choice, sent):
@@ -272,36 +272,20 @@ class OpenAIEndpoint:
             )
             await response.prepare(request)
             for first in form.opening(choices):
-                await _event(response, {**head, "choices": [first]})
+                await send_event(response, {**head, "choices": [first]})
             while item is not None and not isinstance(item, Exception):
-                await _event(response, {**head, "choices": [item]})
+                await send_event(response, {**head, "choices": [item]})
                 item = await queue.get()
             if isinstance(item, Exception):
-                await _event(response, _as_api_error(item).body())
+                await send_event(response, as_api_error(item).body())
             elif call.include_usage:
-                await _event(response, {**head, "choices": [], "usage": _usage(choices, call.n)})
+                await send_event(response, {**head, "choices": [], "usage": usage_of(choices, call.n)})
             await response.write(b"data: [DONE]\n\n")
             await response.write_eof()
             return response
         finally:
             feeding.cancel()
             await asyncio.gather(feeding, return_exceptions=True)
-
-    @property
-    def _errors(self) -> Any:
-        web = self._web
-
-        @web.middleware
-        async def middleware(request: Any, handler: Any) -> Any:
-            try:
-                return await handler(request)
-            except web.HTTPException as error:
-                found = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
-            except Exception as error:  # noqa: BLE001 - every failure has an answer
-                found = _as_api_error(error)
-            return web.json_response(found.body(), status=found.status)
-
-        return middleware
 
 
 class _Body(Protocol):
@@ -310,11 +294,11 @@ class _Body(Protocol):
     kind: str
     chunk_kind: str
 
-    def whole(self, choice: _Choice) -> dict[str, Any]: ...
+    def whole(self, choice: Choice) -> dict[str, Any]: ...
 
-    def opening(self, choices: Sequence[_Choice]) -> list[dict[str, Any]]: ...
+    def opening(self, choices: Sequence[Choice]) -> list[dict[str, Any]]: ...
 
-    def chunks(self, choice: _Choice, sent: int) -> list[dict[str, Any]]: ...
+    def chunks(self, choice: Choice, sent: int) -> list[dict[str, Any]]: ...
 
 
 class _TextBody:
@@ -322,26 +306,26 @@ class _TextBody:
 
     kind = chunk_kind = "text_completion"
 
-    def __init__(self, endpoint: OpenAIEndpoint, call: Call) -> None:
-        self.endpoint = endpoint
+    def __init__(self, token_text: Callable[[int], str], call: Call) -> None:
+        self.token_text = token_text
         self.call = call
         self._sent: dict[int, int] = {}
 
-    def whole(self, choice: _Choice) -> dict[str, Any]:
+    def whole(self, choice: Choice) -> dict[str, Any]:
         return self._entry(choice, choice.text, 0)
 
-    def opening(self, choices: Sequence[_Choice]) -> list[dict[str, Any]]:
+    def opening(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
         return []
 
-    def chunks(self, choice: _Choice, sent: int) -> list[dict[str, Any]]:
+    def chunks(self, choice: Choice, sent: int) -> list[dict[str, Any]]:
         begin, self._sent[choice.index] = self._sent.get(choice.index, 0), len(choice.text)
         return [self._entry(choice, choice.text[begin:], sent)]
 
-    def _entry(self, choice: _Choice, text: str, sent: int) -> dict[str, Any]:
+    def _entry(self, choice: Choice, text: str, sent: int) -> dict[str, Any]:
         entry = {"index": choice.index, "text": text, "finish_reason": choice.finish_reason, "logprobs": None}
         tokens = choice.completion.token_ids[sent:]
         if self.call.logprobs:
-            texts = [self.endpoint.token_text(token) for token in tokens]
+            texts = [self.token_text(token) for token in tokens]
             offsets = [sum(map(len, texts[:number])) for number in range(len(texts))]
             values = choice.completion.log_probs[sent:]
             entry["logprobs"] = {
@@ -355,29 +339,29 @@ class _TextBody:
         return entry
 
 
-class _ChatBody:
+class ChatBody:
     """Choices of ``/v1/chat/completions``."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, endpoint: OpenAIEndpoint, call: Call, parser: ToolParser | None) -> None:
-        self.endpoint = endpoint
+    def __init__(self, token_text: Callable[[int], str], call: Call, parser: ToolParser | None) -> None:
+        self.token_text = token_text
         self.call = call
         self.parser = parser
         self._sent: dict[int, int] = {}
 
-    def whole(self, choice: _Choice) -> dict[str, Any]:
+    def whole(self, choice: Choice) -> dict[str, Any]:
         content, calls, reason = self._parsed(choice)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
         return self._entry(choice, "message", message, reason, 0)
 
-    def opening(self, choices: Sequence[_Choice]) -> list[dict[str, Any]]:
+    def opening(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
         start = {"role": "assistant", "content": ""}
         return [{"index": choice.index, "delta": start, "finish_reason": None} for choice in choices]
 
-    def chunks(self, choice: _Choice, sent: int) -> list[dict[str, Any]]:
+    def chunks(self, choice: Choice, sent: int) -> list[dict[str, Any]]:
         """The new text; where tools may be called, without what is or may become a call, which comes at the end."""
         text, reason = choice.text, choice.finish_reason
         delta: dict[str, Any] = {}
@@ -394,7 +378,7 @@ class _ChatBody:
             delta["tool_calls"] = [{"index": number, **item} for number, item in enumerate(calls)]
         return [self._entry(choice, "delta", delta, reason, sent)]
 
-    def _parsed(self, choice: _Choice) -> tuple[str, list[dict[str, Any]], str | None]:
+    def _parsed(self, choice: Choice) -> tuple[str, list[dict[str, Any]], str | None]:
         if self.parser is None:
             return choice.text, [], choice.finish_reason
         turn = self.parser.parse(choice.text)
@@ -414,12 +398,12 @@ class _ChatBody:
         return lead + turn.content, calls, "tool_calls" if choice.finish_reason == "stop" else choice.finish_reason
 
     def _entry(
-        self, choice: _Choice, name: str, message: dict[str, Any], reason: str | None, sent: int
+        self, choice: Choice, name: str, message: dict[str, Any], reason: str | None, sent: int
     ) -> dict[str, Any]:
         entry = {"index": choice.index, name: message, "finish_reason": reason, "logprobs": None}
         tokens, values = choice.completion.token_ids[sent:], choice.completion.log_probs[sent:]
         if self.call.logprobs:
-            texts = [self.endpoint.token_text(token) for token in tokens]
+            texts = [self.token_text(token) for token in tokens]
             entry["logprobs"] = {
                 "content": [
                     {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
@@ -431,12 +415,14 @@ class _ChatBody:
         return entry
 
 
-def _usage(choices: Sequence[_Choice], n: int) -> dict[str, int]:
+def usage_of(choices: Sequence[Choice], n: int) -> dict[str, int]:
+    """Tokens of the prompts, which have ``n`` choices each, and of the answers."""
     prompts = sum(len(choice.prompt_ids) for choice in choices[::n])
     return usage(prompts, sum(len(choice.completion.token_ids) for choice in choices))
 
 
-def _as_api_error(error: Exception) -> ApiError:
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told about a failure."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ReplicaError):
@@ -452,11 +438,33 @@ def _as_api_error(error: Exception) -> ApiError:
     return ApiError(500, f"{type(error).__name__}: {error}")
 
 
-async def _event(response: Any, data: dict[str, Any]) -> None:
+def errors_as_json(web: Any) -> Any:
+    """Middleware for aiohttp's ``web``: whatever goes wrong is answered in OpenAI's form."""
+
+    @web.middleware
+    async def middleware(request: Any, handler: Any) -> Any:
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            found = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+        except Exception as error:  # noqa: BLE001 - every failure has an answer
+            found = as_api_error(error)
+        return web.json_response(found.body(), status=found.status)
+
+    return middleware
+
+
+async def send_event(response: Any, data: dict[str, Any]) -> None:
+    """Write one server-sent event."""
     await response.write(b"data: " + json.dumps(data).encode() + b"\n\n")
 
 
-def _aiohttp_web() -> Any:
+def aiohttp_web() -> Any:
+    """The module ``aiohttp.web``.
+
+    Raises:
+        ConfigError: aiohttp is missing.
+    """
     try:
         from aiohttp import web
     except ImportError as error:
