@@ -91,7 +91,7 @@ def test_cuts_cover_every_size_and_ranks_without_tokens() -> None:
     assert {cut.micro.size for cut in full if cut.check == "micro-batch"} == set(range(1, ROWS + 1))
     for world in (2, 4):
         for cut in rank_cuts(world, full=True):
-            assert len(cut.spread) == world
+            assert len(cut.spread) == world // cut.sequence
             assert sum(cut.spread) == ROWS
     batch = apply_cut(make_batch(), rank_cuts(4, full=True)[-1])
     assert int(batch["response_mask"][-1].sum()) == 0

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from verl.utils.flops import FlopsCounter
 from verl.utils.metrics import MetricSet, msum
 from verl.workers import roles
-from verl.workers.engine.base import MicroBatching
+from verl.workers.engine.base import MicroBatching, ParallelLayout
 from verl.workers.roles import RoleWorker
 
 
@@ -23,6 +23,7 @@ def run(monkeypatch: pytest.MonkeyPatch, device: str, epochs: int) -> MetricSet:
     monkeypatch.setattr(roles, "device_name", lambda _: device)
     engine: Any = SimpleNamespace(
         flops=FlopsCounter(per_token=1e12, attention=0.0),
+        layout=ParallelLayout(),
         train_batch=lambda *_, **__: MetricSet(
             pg_loss=msum(1.0), lr=msum(1.0), grad_norm=msum(1.0), skipped_steps=msum(0.0)
         ),

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 import torch
@@ -289,13 +291,14 @@ def test_what_is_wrong_is_told_in_openais_form(settings: dict[str, Any], status:
 
 
 def test_unknown_routes_broken_bodies_and_failing_backends() -> None:
-    import httpx
-
     with scripted("x") as (client, backend):
         url = str(client.base_url)
-        assert httpx.get(f"{url}nothing").status_code == 404
-        broken = httpx.post(f"{url}completions", content=b"{")
-        assert (broken.status_code, "not JSON" in broken.json()["error"]["message"]) == (400, True)
+        with pytest.raises(HTTPError) as unknown:
+            urlopen(f"{url}nothing", timeout=20)
+        assert unknown.value.code == 404
+        with pytest.raises(HTTPError) as broken:
+            urlopen(f"{url}completions", data=b"{", timeout=20)
+        assert (broken.value.code, "not JSON" in json.load(broken.value)["error"]["message"]) == (400, True)
 
         async def fail(request: GenerationRequest, *, session: str | None = None) -> Completion:
             raise RolloutError("request 'r': not completed within the time limit of 1 s")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -61,6 +63,18 @@ def worker_env(config: PPOConfig, device: str) -> dict[str, str]:
         env |= dict.fromkeys(THREAD_VARIABLES, str(threads))
         env["OMP_WAIT_POLICY"] = "PASSIVE"
     return env
+
+
+def process_env(config: PPOConfig, device: str) -> dict[str, str]:
+    """The same for processes of their own: plug-ins are named by module, and what this one finds they must find too."""
+    return {**worker_env(config, device), "PYTHONPATH": os.pathsep.join(user_import_paths())}
+
+
+def user_import_paths() -> list[str]:
+    """Where this process looks for modules before and beside the interpreter's own directories."""
+    own = {os.path.realpath(path) for path in sysconfig.get_paths().values()}
+    paths = (os.path.realpath(path) for path in sys.path if not path.endswith(".zip"))
+    return [path for path in dict.fromkeys(paths) if path not in own and os.path.dirname(path) not in own]
 
 
 def role_classes(config: PPOConfig, device: str, total_steps: int, wrap: Any) -> dict[str, ClassWithInitArgs]:
@@ -182,7 +196,7 @@ def _ray_groups(config: PPOConfig, device: str, total_steps: int) -> tuple[Mappi
     together = RayWorkerGroup(
         resource_pool=pool,
         ray_cls_with_init=create_colocated_worker_cls(classes),
-        worker_env=worker_env(config, device),
+        worker_env=process_env(config, device),
     )
     return together.spawn(prefix_set=classes.keys()), pool
 
@@ -212,7 +226,7 @@ def _servers(config: PPOConfig, device: str, trainers: WorkerGroup, pool: Any) -
         ),
         [[slots[slot] for slot in place] for place in places],
         resources=pool.actor_resources(),
-        environment=worker_env(config, device),
+        environment=process_env(config, device),
         max_restarts=limits.max_restarts,
         start_timeout_s=limits.max_start_wait_time,
     )
@@ -223,7 +237,7 @@ def _servers(config: PPOConfig, device: str, trainers: WorkerGroup, pool: Any) -
             rollout,
             template_kwargs=config.data.apply_chat_template_kwargs,
             seed=config.trainer.seed,
-            environment=worker_env(config, device),
+            environment=process_env(config, device),
         )
     return ServerRollout(
         group,

@@ -265,7 +265,7 @@ def _make_slot(size: int, device: torch.device) -> _Slot:
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
         return _Slot(("cuda", cuda_handle(buffer)), buffer)
     folder = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-    path = folder / f"verl-weights-{uuid.uuid4().hex}"
+    path = folder / f"verl-weights-{os.getpid()}-{uuid.uuid4().hex}"
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
         if hasattr(os, "posix_fallocate"):  # a hole would be found full only when written to, by a signal
