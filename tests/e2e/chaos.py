@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+#: titles, after ``ray::``, of processes that belong to Ray itself; without its agents a node is gone
+RAYS_OWN = ("IDLE", "SPILL", "RESTORE", "DELETE", "DashboardAgent", "RuntimeEnvAgent")
 TAG = "VERL_TEST_RUN"  # in the environment of every process of a run, Ray's included
 
 
@@ -73,7 +75,8 @@ class RunningTrainer:
 
     def workers(self) -> list[int]:
         """Pids of the processes that hold the models."""
-        return [pid for pid, command in self.processes() if command.startswith("ray::") and "IDLE" not in command]
+        titles = ((pid, command.removeprefix("ray::")) for pid, command in self.processes() if command[:5] == "ray::")
+        return [pid for pid, title in titles if not title.startswith(RAYS_OWN)]
 
     def wait_until(self, condition: Callable[[], object], timeout_s: float = 180.0) -> bool:
         """Whether the condition came true while the command ran."""
@@ -112,9 +115,9 @@ def metrics_by_step(directory: Path) -> dict[int, dict[str, Any]]:
     return records
 
 
-def is_saving(directory: Path) -> bool:
-    """Whether a checkpoint is being written."""
-    return any((directory / "checkpoints").glob(".global_step_*.new.*"))
+def saves(directory: Path) -> set[str]:
+    """Checkpoints that are being written, or were when a process died."""
+    return {path.name for path in (directory / "checkpoints").glob(".global_step_*.new.*")}
 
 
 def kill_once(run: RunningTrainer, where: str, rng: random.Random) -> bool:
@@ -129,7 +132,8 @@ def kill_once(run: RunningTrainer, where: str, rng: random.Random) -> bool:
     if moment == "start":
         time.sleep(rng.uniform(0.0, 12.0))
     elif moment == "save":
-        if not run.wait_until(lambda: is_saving(run.directory)):
+        half_written = saves(run.directory)
+        if not run.wait_until(lambda: saves(run.directory) - half_written):
             return False
         time.sleep(rng.uniform(0.0, 0.1))
     else:

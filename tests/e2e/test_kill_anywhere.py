@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.chaos import RunningTrainer, kill_once, metrics_by_step, steps_logged
+from tests.e2e.chaos import RunningTrainer, kill_once, metrics_by_step, saves, steps_logged
 from tests.e2e.conftest import merge_overrides
 
 pytestmark = pytest.mark.e2e
@@ -60,24 +60,33 @@ def short(base_overrides: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(short: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
-    """What the short run gives when it is left alone."""
+    """What the short run gives when it is left alone; in one process, which is the same and starts sooner."""
     directory = tmp_path_factory.mktemp("whole")
-    left_alone(short, directory)
+    left_alone(merge_overrides(short, ["trainer.controller=local"]), directory)
     return result(directory, steps=4)
 
 
-def test_killed_a_few_times(short: list[str], whole: tuple[object, ...], tmp_path: Path) -> None:
-    moments = ["worker-step", "save", "step"]
-    assert killed([*short, *BACKGROUND], tmp_path, moments, seed=1) == len(moments)
+def test_a_worker_is_killed_then_the_controller_while_it_saves(
+    short: list[str], whole: tuple[object, ...], tmp_path: Path
+) -> None:
+    """The run replaces the worker by itself; after the controller's death the same command goes on."""
+    overrides = [*short, *BACKGROUND, "trainer.max_restarts=1"]
+    with RunningTrainer(overrides, tmp_path) as run:
+        assert run.wait_until(lambda: steps_logged(tmp_path) and run.workers())
+        os.kill(run.workers()[0], signal.SIGKILL)
+        assert run.wait_until(lambda: "restart 1 of trainer.max_restarts=1" in run.text())
+        half_written = saves(tmp_path)
+        assert run.wait_until(lambda: saves(tmp_path) - half_written), run.text()[-3000:]
+        os.kill(run.process.pid, signal.SIGKILL)
+        assert run.finish() == -signal.SIGKILL
+    left_alone(overrides, tmp_path)
     assert result(tmp_path, steps=4) == whole
 
 
-def test_a_dead_worker_is_replaced_without_help(short: list[str], whole: tuple[object, ...], tmp_path: Path) -> None:
-    with RunningTrainer([*short, "trainer.max_restarts=1"], tmp_path) as run:
-        assert run.wait_until(lambda: steps_logged(tmp_path) and run.workers())
-        os.kill(run.workers()[0], signal.SIGKILL)
-        assert run.finish() == 0, run.text()[-3000:]
-        assert "restart 1 of trainer.max_restarts=1" in run.text()
+@pytest.mark.slow
+def test_killed_a_few_times(short: list[str], whole: tuple[object, ...], tmp_path: Path) -> None:
+    moments = ["worker-step", "save", "step"]
+    assert killed([*short, *BACKGROUND], tmp_path, moments, seed=1) == len(moments)
     assert result(tmp_path, steps=4) == whole
 
 
