@@ -26,7 +26,7 @@ from verl.config.multi_turn import OpenAIAgentConfig
 from verl.errors import ConfigError
 from verl.utils.dynamic_import import load_module
 from verl.utils.tokenizer import load_tokenizer
-from verl.workers.rollout.base import Completion
+from verl.workers.rollout.base import Completion, GenerationRequest
 from verl.workers.rollout.hf.engine import HFRolloutEngine
 
 openai = pytest.importorskip("openai", reason="the package openai is not installed (requirements/dev.txt)")
@@ -143,6 +143,29 @@ def test_many_at_a_time_and_streams(programs: Programs) -> None:
         assert trajectory.aborted is None, trajectory.info
         assert text_of(trajectory) == delta.join([f"so {CALL}<|end|>"] * 3)
         assert (trajectory.output.reward_score, trajectory.output.metrics) == (0.5, {"calls": 3.0})
+
+
+def test_an_agent_of_a_framework(programs: Programs) -> None:
+    agents = pytest.importorskip("agents", reason="openai-agents is not installed (requirements/dev.txt)")
+
+    @agents.function_tool
+    def add(a: int, b: int) -> int:
+        """Add."""
+        return a + b
+
+    async def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        model = agents.OpenAIChatCompletionsModel(model="policy", openai_client=client)
+        own = agents.Agent(name="sums", instructions="Do sums.", tools=[add], model=model)
+        quiet = agents.RunConfig(tracing_disabled=True)
+        result = await agents.Runner.run(own, row["raw_prompt"][-1]["content"], run_config=quiet)
+        return float(result.final_output == "it is 5")
+
+    said = f"{CALL}<|end|>"
+    (trajectory,) = programs.run(agent, lambda text: "it is 5<|end|>" if "<|tool|>5" in text else said)
+    assert trajectory.aborted is None, trajectory.info
+    assert text_of(trajectory) == f"{said}<|tool|>5<|end|><|assistant|>it is 5<|end|>"
+    assert trajectory.output.reward_score == 1.0
 
 
 def test_a_reward_over_http(programs: Programs) -> None:
@@ -313,6 +336,43 @@ def test_a_blocking_agent_that_hangs_is_left_behind(programs: Programs) -> None:
 def test_a_generation_that_fails_is_the_reason(programs: Programs) -> None:
     (trajectory,) = programs.run(sum_with_tool, lambda text: Completion([5], [0.0], "abort"))
     assert trajectory.aborted == "generation_aborted"
+
+
+def test_calls_that_are_none_and_calls_that_are_not_wanted(programs: Programs) -> None:
+    async def agent(base_url: str, api_key: str, row: dict[str, Any]) -> None:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        unwanted = await ask(client, row["raw_prompt"], tools=TOOLS, tool_choice="none")
+        assert unwanted.message.tool_calls is None
+        assert unwanted.message.content == CALL
+        messages = [*row["raw_prompt"], unwanted.message, *one("bad")]
+        broken = await ask(client, messages, tools=TOOLS)
+        assert (broken.message.tool_calls, broken.message.content) == (None, "<tool_call>{</tool_call>")
+        answer = {"role": "tool", "tool_call_id": "made-up", "content": "5"}
+        with pytest.raises(openai.BadRequestError, match="'made-up' is no call of the turn before; it made none"):
+            await ask(client, [*messages, broken.message, answer], tools=TOOLS)
+
+    said = lambda text: "<tool_call>{</tool_call><|end|>" if "bad" in text else f"{CALL}<|end|>"  # noqa: E731
+    (trajectory,) = programs.run(agent, said)
+    assert trajectory.aborted is None, trajectory.info
+    assert trajectory.info["counts"] == {"tool_failures/malformed_call": 1}
+
+
+def test_what_is_being_sampled_is_given_up_with_its_trajectory(programs: Programs) -> None:
+    ended: list[str] = []
+
+    class Slow(Scripted):
+        async def generate(self, request: GenerationRequest, *, session: str | None = None) -> Completion:
+            try:
+                return await super().generate(request, session=session)
+            except asyncio.CancelledError:
+                ended.append("cancelled")
+                raise
+
+    started = time.monotonic()
+    (trajectory,) = programs.run(sum_with_tool, Slow(lambda text: "ok<|end|>", seconds=30), agent={"timeout_s": 0.5})
+    assert trajectory.aborted == "timeout"
+    assert ended == ["cancelled"]
+    assert time.monotonic() - started < 10
 
 
 def test_a_client_that_gives_up_and_tries_again_gets_the_one_answer(programs: Programs) -> None:

@@ -125,3 +125,38 @@ def test_agent_loops_on_servers_make_the_trajectories_that_those_in_the_workers_
     assert got == expected
     traces = [json.loads(line) for file in (tmp_path / "traces").glob("agents*.jsonl") for line in file.open()]
     assert len({trace["session"] for trace in traces}) == 16
+
+
+PROGRAM = """
+from openai import OpenAI
+
+def run(base_url, api_key, row):
+    client = OpenAI(base_url=base_url, api_key=api_key)
+    messages = list(row["raw_prompt"])
+    for word in ("again", "and again"):
+        answer = client.chat.completions.create(model="m", messages=messages, max_tokens=12).choices[0]
+        if answer.finish_reason == "length" and not answer.message.content:
+            break
+        messages += [answer.message, {"role": "user", "content": word}]
+    return {"reward": sum(len(m.content) for m in messages if not isinstance(m, dict)) / 10, "messages": len(messages)}
+"""
+
+
+def test_a_program_is_trained_by_its_base_url(run_training: Run, tmp_path: Path) -> None:
+    pytest.importorskip("openai", reason="the package openai is not installed (requirements/dev.txt)")
+    pytest.importorskip("aiohttp", reason="the package aiohttp is not installed (requirements/dev.txt)")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    cut = ["trainer.controller=local", "data.max_prompt_length=48", "data.max_response_length=64"]
+    program = f"{R}.agent.openai_agent.path={tmp_path}/program.py"
+    with pytest.raises(ConfigError, match=r"set agent\.timeout_s"):
+        run_training(*cut, program)
+    rows = run_training(*cut, program, f"{R}.agent.timeout_s=60", "trainer.total_training_steps=2")
+    for row in rows:
+        data = row["data"]
+        assert undocumented(data) == []
+        assert data["training/rollout_probs_diff_max"] < 1e-4  # the rows reproduce what was sampled
+        assert data["agent/aborted_fraction"] == 0.0
+        assert data["agent/reported/messages"] == 5.0
+        assert data["num_turns/max"] == 4
+        assert data["critic/score/mean"] > 0
+        assert data["actor/grad_norm"] > 0
