@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.agent_loop.base import AgentContext, AgentLoopBase, AgentLoopOutput, register
 from verl.agent_loop.proxy_server import serving
-from verl.agent_loop.proxy_session import ProxySession, check_number
+from verl.agent_loop.proxy_session import ProxySession
 from verl.agent_loop.tool_agent import ToolAgentLoop
 from verl.data.chat import as_messages
 from verl.errors import ConfigError, RolloutError
@@ -81,9 +82,9 @@ class OpenAIAgentLoop(AgentLoopBase):
             self.context.trace.count("history_rewrites")
         metrics: dict[str, float] = {}
         if isinstance(result, Mapping):
-            metrics = {str(name): check_number(value) for name, value in result.items() if name != "reward"}
+            metrics = {str(name): _number(value) for name, value in result.items() if name != "reward"}
             result = result.get("reward")
-        reward = session.reward if result is None else check_number(result)
+        reward = session.reward if result is None else _number(result)
         return AgentLoopOutput.from_ledger(conversation.ledger, reward_score=reward, metrics=metrics)
 
 
@@ -106,3 +107,18 @@ def _function(config: RolloutConfig) -> Callable[..., Any]:
             f"{agent.name} of {agent.path} cannot be called as {agent.name}(base_url, api_key, row): {error}"
         ) from None
     return function
+
+
+def _number(value: Any) -> float:
+    """A reward as a number.
+
+    Raises:
+        RolloutError: it is none, or not finite.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RolloutError(f"the agent returned the reward {value!r}; return a finite number, or None")
+    return number

@@ -287,21 +287,6 @@ class ProxySession:
         return PARSERS[self.context.config.multi_turn.format]().render_answers(answers)
 
 
-def check_number(value: Any) -> float:
-    """A reward as a number.
-
-    Raises:
-        RolloutError: it is none, or not finite.
-    """
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise RolloutError(f"the agent returned the reward {value!r}; return a finite number, or None")
-    return number
-
-
 def _before(text: str, stops: Sequence[str]) -> str:
     """The text before the first of the stop texts."""
     return text[: min([place for stop in stops if (place := text.find(stop)) >= 0], default=len(text))]
