@@ -104,7 +104,7 @@ def test_suggestions():
     assert nearest("trainer.total_epoch", keys) == ["trainer.total_epochs"]
     assert nearest("algorithm.kl_ctrl.kl_coeff", keys) == ["algorithm.kl_ctrl.kl_coef"]
     assert nearest("optim.lr", keys) == [
-        f"{role}.optim.lr" for role in ("actor_rollout_ref.actor", "critic", "reward_model")
+        f"{role}.optim.lr" for role in ("critic", "reward_model", "actor_rollout_ref.actor")
     ]
     assert nearest("something.entirely.different", keys) == []
 

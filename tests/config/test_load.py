@@ -269,7 +269,7 @@ def test_interpolations_may_use_other_spellings(ppo):
         ("actor_rolout_ref.rollout.n=8", f"actor_rolout_ref.rollout.n=8: unknown key; did you mean {ARR}.rollout.n?"),
         ("rollout.n=8", f"rollout.n=8: unknown key; did you mean {ARR}.rollout.n?"),
         ("+trainer.bogus_option=1", "trainer.bogus_option=1: unknown key"),
-        ("seed=2", "seed=2: unknown key; did you mean data.seed or trainer.seed?"),
+        ("seed=2", "seed=2: unknown key; did you mean data.seed or trainer.seed or critic.megatron.seed?"),
         ("~trainer.sed", "~trainer.sed: there is no such key to delete; did you mean trainer.seed?"),
         ("data=3", "data=3: is a section; set its keys, for example data.train_files=..."),
         (

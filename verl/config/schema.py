@@ -95,9 +95,7 @@ def nearest(path: str, known: Mapping[str, Key]) -> list[str]:
         return above
     suffix = [p for p in leaves if p.endswith("." + path)]
     if suffix:  # a key deep inside a section is rarely meant by its last part alone
-        suffix.sort(key=lambda p: p.count("."))
-        shallow = [p for p in suffix if p.count(".") == suffix[0].count(".")]
-        return (shallow if len(shallow) > 1 else suffix)[:3]
+        return sorted(suffix, key=lambda p: p.count("."))[:3]
     parts = path.split(".")
 
     def score(candidate: str) -> float:
