@@ -97,6 +97,31 @@ class ToolParser(ABC):
             return {"True": True, "False": False, "None": None}.get(text.strip(), text)
 
 
+class BracketedParser(ToolParser):
+    """For formats with marks around each call, and maybe around all calls of a turn."""
+
+    OPEN: ClassVar[str]
+    CLOSE: ClassVar[str]
+    #: marks around all calls
+    BEGIN: ClassVar[str | None] = None
+    END: ClassVar[str | None] = None
+
+    def parse(self, text: str) -> ParsedTurn:
+        outside, bodies, unclosed = between(text, self.OPEN, self.CLOSE)
+        calls = [self.call(body) for body in bodies]
+        if unclosed is not None:
+            calls.append(BrokenCall(f"{self.OPEN} without {self.CLOSE}"))
+        elif self.BEGIN is not None and self.BEGIN in text and not calls:
+            calls.append(BrokenCall(f"{self.BEGIN} without a call"))
+        for mark in filter(None, (self.BEGIN, self.END)):
+            outside = outside.replace(mark, "")
+        return ParsedTurn(outside.strip(), calls)
+
+    @abstractmethod
+    def call(self, body: str) -> ToolCall | BrokenCall:
+        """The call between the marks."""
+
+
 P = TypeVar("P", bound=type)
 PARSERS: Registry[Callable[..., ToolParser]] = Registry("tool-call format")
 

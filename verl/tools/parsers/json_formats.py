@@ -6,11 +6,11 @@ import json
 import re
 
 from verl.tools.parsers.base import (
+    BracketedParser,
     BrokenCall,
     ParsedTurn,
     ToolCall,
     ToolParser,
-    between,
     call_from_json,
     call_from_value,
     call_of,
@@ -19,18 +19,14 @@ from verl.tools.parsers.base import (
 
 
 @register_parser("hermes")
-class HermesParser(ToolParser):
+class HermesParser(BracketedParser):
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, several if need be; Hermes, Qwen2.5, Qwen3."""
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
     openings = (OPEN,)
 
-    def parse(self, text: str) -> ParsedTurn:
-        outside, bodies, unclosed = between(text, self.OPEN, self.CLOSE)
-        calls = [call_from_json(body) for body in bodies]
-        if unclosed is not None:
-            calls.append(BrokenCall(f"{self.OPEN} without {self.CLOSE}"))
-        return ParsedTurn(outside.strip(), calls)
+    def call(self, body: str) -> ToolCall | BrokenCall:
+        return call_from_json(body)
 
 
 @register_parser("llama3_json")
@@ -75,7 +71,7 @@ def _json_values(text: str) -> list[ToolCall | BrokenCall]:
 
 
 @register_parser("deepseek")
-class DeepSeekParser(ToolParser):
+class DeepSeekParser(BracketedParser):
     """``<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`` (V3.1), or ``function<｜tool▁sep｜>name``
     and a fenced JSON block (V3, R1), within ``<｜tool▁calls▁begin｜>`` and ``<｜tool▁calls▁end｜>``.
     """
@@ -84,16 +80,7 @@ class DeepSeekParser(ToolParser):
     OPEN, CLOSE, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
     openings = (BEGIN, OPEN)
 
-    def parse(self, text: str) -> ParsedTurn:
-        outside, bodies, unclosed = between(text, self.OPEN, self.CLOSE)
-        calls = [self._call(body) for body in bodies]
-        if unclosed is not None:
-            calls.append(BrokenCall(f"{self.OPEN} without {self.CLOSE}"))
-        elif self.BEGIN in text and not calls:
-            calls.append(BrokenCall(f"{self.BEGIN} without a call"))
-        return ParsedTurn(outside.replace(self.BEGIN, "").replace(self.END, "").strip(), calls)
-
-    def _call(self, body: str) -> ToolCall | BrokenCall:
+    def call(self, body: str) -> ToolCall | BrokenCall:
         kind, found, rest = body.partition(self.SEPARATOR)
         if not found:
             return BrokenCall(f"a call needs {self.SEPARATOR} between the name and the arguments")
@@ -104,7 +91,7 @@ class DeepSeekParser(ToolParser):
 
 
 @register_parser("kimi")
-class KimiParser(ToolParser):
+class KimiParser(BracketedParser):
     """``<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`` within
     ``<|tool_calls_section_begin|>`` and ``<|tool_calls_section_end|>``; of Kimi K2.
     """
@@ -113,16 +100,7 @@ class KimiParser(ToolParser):
     OPEN, CLOSE, SEPARATOR = "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"
     openings = (BEGIN, OPEN)
 
-    def parse(self, text: str) -> ParsedTurn:
-        outside, bodies, unclosed = between(text, self.OPEN, self.CLOSE)
-        calls = [self._call(body) for body in bodies]
-        if unclosed is not None:
-            calls.append(BrokenCall(f"{self.OPEN} without {self.CLOSE}"))
-        elif self.BEGIN in text and not calls:
-            calls.append(BrokenCall(f"{self.BEGIN} without a call"))
-        return ParsedTurn(outside.replace(self.BEGIN, "").replace(self.END, "").strip(), calls)
-
-    def _call(self, body: str) -> ToolCall | BrokenCall:
+    def call(self, body: str) -> ToolCall | BrokenCall:
         name, found, arguments = body.partition(self.SEPARATOR)
         if not found:
             return BrokenCall(f"a call needs {self.SEPARATOR} between the name and the arguments")

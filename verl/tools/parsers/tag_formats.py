@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import re
 
-from verl.tools.parsers.base import BrokenCall, ParsedTurn, ToolCall, ToolParser, between, register_parser
-
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+from verl.tools.parsers.base import BracketedParser, BrokenCall, ToolCall, register_parser
 
 
-class _Tagged(ToolParser):
+class _Tagged(BracketedParser):
     """``<tool_call>...</tool_call>`` around each call."""
 
-    openings = (_OPEN,)
-
-    def parse(self, text: str) -> ParsedTurn:
-        outside, bodies, unclosed = between(text, _OPEN, _CLOSE)
-        calls = [self.call(body) for body in bodies]
-        if unclosed is not None:
-            calls.append(BrokenCall(f"{_OPEN} without {_CLOSE}"))
-        return ParsedTurn(outside.strip(), calls)
-
-    def call(self, body: str) -> ToolCall | BrokenCall:
-        """The call between the tags."""
-        raise NotImplementedError
+    OPEN, CLOSE = "<tool_call>", "</tool_call>"
+    openings = (OPEN,)
 
 
 @register_parser("qwen3_coder")
