@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
@@ -42,9 +41,11 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from verl.errors import ConfigError
 from verl.models.attention import AttentionPlan, varlen_attention
+from verl.models.ulysses import SequenceGroup
 from verl.workers.engine.megatron_families import ModelSettings, check_overrides
 from verl.workers.engine.megatron_parallel import ParallelSizes
 
@@ -115,68 +116,21 @@ class PackedAttention(nn.Module):
         assert packed_seq_params is not None
         assert packed_seq_params.plan is not None
         plan = packed_seq_params.plan
-        q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
+        real = len(plan.unpad) if plan.unpad is not None else int(plan.cu_seqlens[-1])
+        q, k, v = (x.reshape(x.shape[0], *x.shape[-2:]).transpose(0, 1)[None] for x in (query, key, value))
+        padded = q.shape[2] * self.cp
         if self.cp > 1:
             group = parallel_state.get_context_parallel_group()
-            if k.shape[1] % self.cp:  # too few key heads to divide: each serves several ranks
-                copies = q.shape[1] // k.shape[1]
-                k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
-            q, k, v = (_HeadsForTokens.apply(x, group) for x in (q, k, v))
-        real = len(plan.unpad) if plan.unpad is not None else int(plan.cu_seqlens[-1])
-        padded = q.shape[0]
-        q, k, v = (x[:real].transpose(0, 1)[None] for x in (q, k, v))
+            sharing = SequenceGroup(group, group.rank(), self.cp)
+            q, k, v = sharing.to_heads(q, k, v, real)
+        else:
+            q, k, v = (x[:, :, :real] for x in (q, k, v))
         dropout = self.dropout if self.training else 0.0
         out, _ = varlen_attention(self, q, k, v, plan.causal, dropout=dropout, scaling=self.scale)
-        out = out[0]
-        if padded > real:
-            out = torch.cat([out, out.new_zeros(padded - real, *out.shape[1:])])
+        out = pad(out, (0, 0, 0, 0, 0, padded - real))
         if self.cp > 1:
-            out = _TokensForHeads.apply(out, group)
-        return out.reshape(out.shape[0], 1, -1)
-
-
-class _HeadsForTokens(torch.autograd.Function):
-    """(T/c, H, D) on each of c ranks to (T, H/c, D): gives away heads and gets tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather_tokens(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather_heads(grad, ctx.group), None
-
-
-class _TokensForHeads(torch.autograd.Function):
-    """The way back: (T, H/c, D) to (T/c, H, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather_heads(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather_tokens(grad, ctx.group), None
-
-
-def _gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    ranks = group.size()
-    tokens, heads, width = x.shape
-    sent = x.view(tokens, ranks, heads // ranks, width).transpose(0, 1).contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return received.view(ranks * tokens, heads // ranks, width)
-
-
-def _gather_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    ranks = group.size()
-    tokens, heads, width = x.shape
-    sent = x.contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return received.view(ranks, tokens // ranks, heads, width).transpose(0, 1).reshape(tokens // ranks, -1, width)
+            out = sharing.to_tokens(out)
+        return out.reshape(out.shape[1], 1, -1)
 
 
 class PackedRotary(nn.Module):
