@@ -61,6 +61,14 @@ def test_every_field_is_put_once_and_results_never(readers: RayWorkerGroup) -> N
     assert traffic.fields == sent + 2
 
 
+def test_results_of_started_calls_are_not_sent_again(readers: RayWorkerGroup) -> None:
+    batch, traffic = make(), readers.traffic
+    batch.union(readers.double.start(batch).get())
+    sent = traffic.fields
+    assert torch.equal(sums(readers, batch, "ids2"), batch.batch["ids"].double() * 2)
+    assert traffic.fields == sent
+
+
 def test_what_changed_is_sent_again(readers: RayWorkerGroup) -> None:
     batch = make()
     first = sums(readers, batch, "mask")

@@ -41,6 +41,8 @@ CALLS = {
     "future": lambda group: resolve(group.add_later(group.add_later(make(3)))),
     "future_as_such": lambda group: group.takes_a_future(group.add_later(make(3))),
     "not_waiting": lambda group: resolve(group.add.options(blocking=False)(make(2))),
+    "started": lambda group: group.add.start(make(3), amount=2.0).get(),
+    "started_rank_zero": lambda group: group.only_first.start(5).get(),
     "references": lambda group: resolve(group.rank_later()),
     "coroutine": lambda group: group.slept(0.0),
     "writes": lambda group: group.writes_into(torch.ones(3), {"t": torch.ones(2)}),

@@ -251,6 +251,24 @@ class TestFutures:
         assert isinstance(future, DataProtoFuture)
         assert resolve(future).batch["y"].tolist() == [11, 12, 13]
 
+    def test_started_calls_of_groups_with_processes_of_their_own_run_side_by_side(self, sums, keeper):
+        sums.slept(0.0), keeper.sums.slept(0.0)
+        begin = time.monotonic()
+        calls = [sums.slept.start(1.0), keeper.sums.slept.start(1.0)]
+        assert [call.get() for call in calls] == [[0, 1], [0, 1]]
+        assert time.monotonic() - begin < 1.8
+
+    def test_started_calls_may_be_waited_for_in_any_order(self, sums):
+        first, second = sums.add.start(make(4)), sums.add.start(make(4), amount=2.0)
+        assert second.get().batch["y"].tolist() == [12, 13, 14, 15]
+        assert first.get().batch["y"].tolist() == [11, 12, 13, 14]
+
+    def test_a_started_call_that_fails_says_so_when_it_is_waited_for(self, trouble):
+        call = trouble.fail.start(1, 0.0, "raise")
+        assert trouble.fine() == [0, 1]
+        with pytest.raises(WorkerError, match="the reward model is on fire"):
+            call.get()
+
     def test_references_of_all_ranks(self, sums):
         assert resolve(sums.rank_later()) == [0, 1]
 

@@ -311,6 +311,22 @@ class BoundMethod:
         return other
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.start(*args, **kwargs)
+        if self._blocking:
+            return call.get()
+        output: Any = call.references[0] if self._rule.rank_zero_only else call.references
+        result = self._collect(self._group, output)
+        if isinstance(result, DataProtoFuture):
+            result.fetch_with(functools.partial(call.fetch, watch=call.references))
+        return result
+
+    def start(self, *args: Any, **kwargs: Any) -> StartedCall:
+        """Begin a call; ``.get()`` of what this gives waits for the ranks and returns what the call would have.
+
+        For calls that do not need each other's results: start them all, then get them. A group with a process of its
+        own then works beside the others, and a shared one finds its next call waiting. The local controller computes
+        here and now.
+        """
         group = self._group
         try:
             self.__signature__.bind(*args, **kwargs)
@@ -321,18 +337,40 @@ class BoundMethod:
         used = None if self._collect_ranks is None else frozenset(self._collect_ranks(group))
         references = group._submit_split(ranks, self._name, split_args, split_kwargs, used)
         timeout_s = group.timeout_s if self._timeout_s is None else self._timeout_s
-        output: Any = group._fetch(references, self._name, timeout_s, ranks=ranks) if self._blocking else references
-        if self._rule.rank_zero_only:
-            output = output[0]
-        result = self._collect(group, output)
-        if self._rule.reuse_fields and self._blocking and isinstance(result, DataProto):
-            order = ranks if self._collect_ranks is None else self._collect_ranks(group)
+        fetch = functools.partial(group._fetch, method=self._name, timeout_s=timeout_s, ranks=ranks)
+        return StartedCall(references, fetch, functools.partial(self._join, references))
+
+    def _join(self, references: Sequence[Any], output: list[Any]) -> Any:
+        """What the caller gets, from the ranks' results."""
+        group = self._group
+        result = self._collect(group, output[0] if self._rule.rank_zero_only else output)
+        if self._rule.reuse_fields and isinstance(result, DataProto):
+            order = range(len(output)) if self._collect_ranks is None else self._collect_ranks(group)
             group._remember(result, [output[rank] for rank in order], [references[rank] for rank in order])
-        if isinstance(result, DataProtoFuture) and not self._blocking:
-            result.fetch_with(
-                functools.partial(group._fetch, method=self._name, timeout_s=timeout_s, watch=references, ranks=ranks)
-            )
         return result
 
     def __repr__(self) -> str:
         return f"<{self._group.role}.{self._name}{self.__signature__} on {self._group.world_size} ranks>"
+
+
+@dataclass(frozen=True)
+class StartedCall:
+    """A call that runs.
+
+    Attributes:
+        references: of the ranks' results.
+        fetch: waits for results of this call.
+        join: makes of the ranks' results what the caller gets.
+    """
+
+    references: list[Any]
+    fetch: Callable[..., list[Any]]
+    join: Callable[[list[Any]], Any]
+
+    def get(self) -> Any:
+        """Wait for the result.
+
+        Raises:
+            WorkerError: a rank failed, died or was too slow; the time counts from here.
+        """
+        return self.join(self.fetch(self.references))

@@ -30,7 +30,6 @@ from verl.utils.seqlen_balancing import seqlen_balance_metrics
 __all__ = [
     "GLOSSARY",
     "compute_data_metrics",
-    "compute_step_metrics",
     "compute_throughput_metrics",
     "compute_timing_metrics",
     "describe",
@@ -170,17 +169,6 @@ def compute_throughput_metrics(batch: DataProto, timing_raw: Mapping[str, float]
     if seconds > 0 and n_devices > 0:
         metrics["perf/throughput"] = tokens / seconds / n_devices
     return metrics
-
-
-def compute_step_metrics(
-    batch: DataProto, timing_raw: Mapping[str, float], *, use_critic: bool, n_devices: int
-) -> dict[str, float]:
-    """Data, timing and throughput metrics of a step together."""
-    return (
-        compute_data_metrics(batch, use_critic)
-        | compute_timing_metrics(batch, timing_raw)
-        | compute_throughput_metrics(batch, timing_raw, n_devices)
-    )
 
 
 def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:

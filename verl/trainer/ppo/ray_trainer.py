@@ -21,7 +21,7 @@ from verl.config import PPOConfig
 from verl.errors import CheckpointError, RewardError
 from verl.protocol import DataProto
 from verl.schema import check_batch
-from verl.single_controller.base import WorkerGroup
+from verl.single_controller.base import StartedCall, WorkerGroup
 from verl.trainer.ppo.advantage import (
     apply_kl_penalty,
     compute_advantage,
@@ -30,7 +30,7 @@ from verl.trainer.ppo.advantage import (
 )
 from verl.trainer.ppo.checks import check_algorithm
 from verl.trainer.ppo.fields import stage_batch
-from verl.trainer.ppo.metrics import compute_step_metrics
+from verl.trainer.ppo.metrics import compute_data_metrics, compute_throughput_metrics, compute_timing_metrics
 from verl.trainer.ppo.mismatch import MismatchMonitor
 from verl.trainer.ppo.placement import Rollout
 from verl.trainer.ppo.saving import RunSaver
@@ -127,14 +127,7 @@ class RayPPOTrainer:
                 batch, metrics = self.source.next_batch(self.step, timer)  # generates and scores
                 self.dump_samples(batch)
                 batch = self.arrange(batch)
-                with timer("old_log_prob"):
-                    batch = batch.union(self.old_log_probs(batch))
-                if self.ref is not None:
-                    with timer("ref"):
-                        batch = batch.union(self.ref.compute_ref_log_prob(stage_batch(batch, "log_prob")))
-                if self.critic is not None:
-                    with timer("values"):
-                        batch = batch.union(self.critic.compute_values(stage_batch(batch, "values")))
+                batch = self.run_forward_passes(batch, timer)
                 if self.process_reward is not None:
                     with timer("process_reward"):
                         batch = self.add_process_rewards(batch, metrics)
@@ -143,12 +136,7 @@ class RayPPOTrainer:
                     batch = self.shape_rewards(batch, metrics)
                     batch = self.estimate_advantages(batch)
 
-                if self.critic is not None:
-                    with timer("update_critic"):
-                        metrics.update(self.update_critic(batch))
-                if self.step > self.config.trainer.critic_warmup:
-                    with timer("update_actor"):
-                        metrics.update(self.update_actor(batch))
+                metrics.update(self.run_updates(batch, timer))
                 metrics.update(self.nonfinite.check(metrics, self.step))
                 if self.step > self.config.trainer.critic_warmup:
                     with timer("update_weights"):
@@ -161,7 +149,8 @@ class RayPPOTrainer:
                 if self.due(self.config.trainer.save_freq):
                     with timer("save_checkpoint"):
                         self.save_checkpoint(metrics)
-            metrics.update(self.describe(batch, timer))
+            metrics.update(compute_timing_metrics(batch, timer.seconds))
+            metrics.update(compute_throughput_metrics(batch, timer.seconds, self.actor_rollout.world_size))
             metrics.update(self.saver.drain())
             if not self.memory_reported:
                 self.report_memory()
@@ -202,16 +191,28 @@ class RayPPOTrainer:
         actor, dp_size = self.config.actor_rollout_ref.actor, self.actor_rollout.mesh("actor").dp_size
         return self._arranged(batch, actor.ppo_mini_batch_size, dp_size, shuffle=actor.shuffle)
 
-    def old_log_probs(self, batch: DataProto) -> DataProto:
-        """``old_log_probs`` (B,R): the policy's before the update, or in bypass mode the rollout's own.
+    def run_forward_passes(self, batch: DataProto, timer: StepTimer) -> DataProto:
+        """Add ``old_log_probs``, ``ref_log_prob`` and ``values`` (B,R), as far as the algorithm uses them.
 
-        Nothing where the update itself gives them.
+        None needs another's numbers, so all are started before the first is waited for. The seconds of a phase are
+        those that the step waited for it.
         """
-        if self.config.actor_rollout_ref.actor.skip_old_log_prob:
-            return DataProto()
+        started: dict[str, StartedCall] = {}
         if self.config.algorithm.rollout_correction.bypass_mode:
-            return DataProto.from_dict({"old_log_probs": batch.batch["rollout_log_probs"]})
-        return self.actor_rollout.compute_log_prob(stage_batch(batch, "log_prob"))
+            batch = batch.union(DataProto.from_dict({"old_log_probs": batch.batch["rollout_log_probs"]}))
+        elif not self.config.actor_rollout_ref.actor.skip_old_log_prob:  # there the update gives them
+            with timer("old_log_prob"):
+                started["old_log_prob"] = self.actor_rollout.compute_log_prob.start(stage_batch(batch, "log_prob"))
+        if self.ref is not None:
+            with timer("ref"):
+                started["ref"] = self.ref.compute_ref_log_prob.start(stage_batch(batch, "log_prob"))
+        if self.critic is not None:
+            with timer("values"):
+                started["values"] = self.critic.compute_values.start(stage_batch(batch, "values"))
+        for phase, call in started.items():
+            with timer(phase):
+                batch = batch.union(call.get())
+        return batch
 
     def correct_rollout(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
         """Compare policy and rollout; add ``rollout_is_weights`` and ``rollout_accepted`` (B,R) where configured."""
@@ -275,14 +276,31 @@ class RayPPOTrainer:
         generator = torch.Generator().manual_seed(derive_seed(self.config.trainer.seed, "reweight", self.step))
         return compute_advantage(batch, self.config.algorithm, state=self.estimator_state, generator=generator)
 
-    def update_critic(self, batch: DataProto) -> dict[str, float]:
-        """One step of value-function updates."""
-        assert self.critic is not None
-        critic, dp_size = self.config.critic, self.critic.mesh("critic").dp_size
-        batch = self._arranged(batch, critic.ppo_mini_batch_size, dp_size, shuffle=critic.shuffle)
-        return _metrics(self.critic.update_critic(stage_batch(check_batch(batch, "update_critic"), "update_critic")))
+    def run_updates(self, batch: DataProto, timer: StepTimer) -> dict[str, float]:
+        """One step of updates of critic and actor, which do not wait for each other.
 
-    def update_actor(self, batch: DataProto) -> dict[str, float]:
+        The numbers that derive from the batch alone are worked out meanwhile.
+        """
+        started: dict[str, StartedCall] = {}
+        if self.critic is not None:
+            with timer("update_critic"):
+                started["update_critic"] = self.start_critic_update(batch, self.critic)
+        if self.step > self.config.trainer.critic_warmup:
+            with timer("update_actor"):
+                started["update_actor"] = self.start_actor_update(batch)
+        metrics = self.describe(batch)
+        for phase, call in started.items():
+            with timer(phase):
+                metrics.update(_metrics(call.get()))
+        return metrics
+
+    def start_critic_update(self, batch: DataProto, critic: WorkerGroup) -> StartedCall:
+        """One step of value-function updates."""
+        config, dp_size = self.config.critic, critic.mesh("critic").dp_size
+        batch = self._arranged(batch, config.ppo_mini_batch_size, dp_size, shuffle=config.shuffle)
+        return critic.update_critic.start(stage_batch(check_batch(batch, "update_critic"), "update_critic"))
+
+    def start_actor_update(self, batch: DataProto) -> StartedCall:
         """One step of policy updates, on the tokens that were not rejected."""
         if "rollout_accepted" in batch.batch:
             mask = batch.batch["response_mask"] * batch.batch["rollout_accepted"]
@@ -291,10 +309,10 @@ class RayPPOTrainer:
         batch = prepare_policy_loss(batch, self.config.actor_rollout_ref.actor)
         check_batch(batch, "update_actor", require=self.actor_loss.fields)
         more = self.actor_loss.fields | self.actor_loss.optional_fields
-        return _metrics(self.actor_rollout.update_actor(stage_batch(batch, "update_actor", more)))
+        return self.actor_rollout.update_actor.start(stage_batch(batch, "update_actor", more))
 
-    def describe(self, batch: DataProto, timer: StepTimer) -> dict[str, float]:
-        """All numbers that derive from the batch and the clock."""
+    def describe(self, batch: DataProto) -> dict[str, float]:
+        """All numbers that derive from the batch."""
         progress = {"training/global_step": self.step, "training/epoch": self.source.epoch}
         lengths = batch.batch["attention_mask"].sum(-1)
         drawn = torch.argsort(batch.batch["sample_index"])
@@ -303,13 +321,7 @@ class RayPPOTrainer:
         balance = seqlen_balance_metrics(lengths[drawn].tolist(), [part.tolist() for part in places])
         if self.config.algorithm.rollout_correction.bypass_mode:  # nothing else to compare the rollout's with
             batch = _without(batch, "rollout_log_probs")
-        return (
-            progress
-            | balance
-            | compute_step_metrics(
-                batch, timer.seconds, use_critic=self.critic is not None, n_devices=self.actor_rollout.world_size
-            )
-        )
+        return progress | balance | compute_data_metrics(batch, use_critic=self.critic is not None)
 
     def report_memory(self) -> None:
         """Log once what the models need of memory: predicted from the configuration, and measured in this step."""
