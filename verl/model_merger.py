@@ -69,10 +69,15 @@ def read_fsdp(directory: Path) -> dict[str, Tensor]:
 def read_megatron(directory: Path) -> dict[str, Tensor]:
     """All tensors of the export in ``huggingface/``, which the ranks wrote together: their own shards have other names.
 
+    Without an export the adapters of a language model, which is all that trains there.
+
     Raises:
-        CheckpointError: it was saved without one.
+        CheckpointError: there is neither.
     """
-    if "hf_model" not in read_marker(directory)["contents"]:
+    marker = read_marker(directory)
+    if "hf_model" not in marker["contents"] and marker.get("lora") and marker["head"] == "lm":
+        return read_adapter(directory / ADAPTER_DIR)[0]
+    if "hf_model" not in marker["contents"]:
         raise CheckpointError(
             f"{directory} has shards under Megatron's own names and no export; save one with checkpoint.save_contents="
             "[model,optimizer,extra,hf_model]: resume the run from here and let it save again"
@@ -114,7 +119,7 @@ def load_tensors(
     if "model" not in marker["contents"]:
         raise CheckpointError(f"{directory} holds {marker['contents']} and no model; save one with save_contents")
     tensors = READERS[backend](directory)
-    if marker.get("lora"):
+    if any(is_adapter_name(name) for name in tensors):
         tensors = _with_base(tensors, directory, marker, base_model)
     return tensors, marker
 

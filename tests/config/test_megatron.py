@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl.config import PPOConfig, load_config
+from verl.config import MegatronConfig, PPOConfig, load_config
 from verl.errors import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"
@@ -36,6 +36,18 @@ def test_the_preset_chooses_the_engine_and_roles_share_its_sizes() -> None:
     assert config.reward_model.megatron.tensor_model_parallel_size == 2
 
 
+def test_the_optimizer_of_a_megatron_model_takes_fields_of_its_own() -> None:
+    config = load(f"{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload=True", "algorithm.adv_estimator=gae")
+    assert config.actor_rollout_ref.actor.optim.override_optimizer_config == {"optimizer_cpu_offload": True}
+
+
+def test_neighbours_share_weights_and_tokens_and_stages_come_last() -> None:
+    # 8 ranks, 2 of them tensor parallel, 2 stages: ranks 0, 1 | 2, 3 of the first stage, 4, 5 | 6, 7 of the second
+    sizes = MegatronConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    assert [sizes.row_share(rank, 8)[0] for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert sizes.row_share(0, 8)[1] == 2
+
+
 def test_ranks_that_share_rows_count_once_in_the_batch_arithmetic() -> None:
     # 8 samples on 4 ranks of which 2 share rows: 4 samples each, so micro-batches of 4 fit
     config = load(
@@ -62,7 +74,13 @@ def test_ranks_that_share_rows_count_once_in_the_batch_arithmetic() -> None:
             "critic.megatron.tensor_model_parallel_size=2: differs from",
         ),
         (["actor_rollout_ref.model.use_remove_padding=False"], "always removes padding"),
-        (["actor_rollout_ref.model.lora_rank=8"], "trains no adapters"),
+        (
+            [
+                "actor_rollout_ref.actor.strategy=fsdp",
+                f"{ACTOR}.optim.override_optimizer_config.store_param_remainders=True",
+            ],
+            "sets fields of Megatron's optimizer, and strategy is 'fsdp'",
+        ),
         ([f"{ACTOR}.use_kl_loss=True", "actor_rollout_ref.ref.strategy=fsdp"], "shares the workers of the actor"),
         ([f"{ACTOR}.megatron.use_dist_checkpointing=True"], "give both or neither"),
     ],

@@ -89,9 +89,14 @@ def test_the_number_of_processes_is_what_torchrun_says(sft, monkeypatch):
             "data.pad_mode='left_right': expected one of no_padding, right; did you mean 'right'?",
         ),
         (
-            ["model.strategy=megatron"],
-            "model.strategy='megatron': supervised training on Megatron is not in this version; use 'fsdp' or 'fsdp2', "
-            "which both mean the FSDP2 engine",
+            ["model.strategy=megatron", "engine.tensor_model_parallel_size=2"],
+            "model.megatron.tensor_model_parallel_size=2: with pipeline_model_parallel_size=1 and "
+            "context_parallel_size=1 one copy of the model takes 2 ranks, which do not divide the trainer.nnodes * "
+            "trainer.n_gpus_per_node = 1 ranks",
+        ),
+        (
+            ["model.strategy=megatron", "data.pad_mode=right"],
+            "data.pad_mode='right': the Megatron engine always removes padding; use pad_mode=no_padding",
         ),
         (["data.max_lenght=3"], "data.max_lenght=3: unknown key; did you mean data.max_length?"),
     ],

@@ -170,6 +170,7 @@ class ActorConfig(Config):
 
     def problems(self) -> Iterator[str]:
         yield from strategy_problems(self.strategy)
+        yield from self.optim.engine_problems("optim", self.strategy)
 
     def micro_batch(self) -> MicroBatch:
         """Return how an update splits a rank's mini-batch."""

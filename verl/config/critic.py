@@ -98,6 +98,7 @@ class CriticConfig(Config):
     def problems(self) -> Iterator[str]:
         if self.enable is not False:
             yield from strategy_problems(self.strategy)
+            yield from self.optim.engine_problems("optim", self.strategy)
 
     def micro_batch(self) -> MicroBatch:
         """Return how an update splits a rank's mini-batch."""

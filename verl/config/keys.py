@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from verl.config.megatron import PARALLEL_SIZES
+
 # Other spelling -> our key. An entry also maps the keys below it.
 PPO_ALIASES: Mapping[str, str] = {
     "custom_reward_function": "reward.custom_reward_function",
@@ -57,6 +59,7 @@ PPO_ALIASES: Mapping[str, str] = {
 SFT_ALIASES: Mapping[str, str] = {
     "model.partial_pretrain": "model.path",
     "engine.strategy": "model.strategy",
+    **{f"engine.{size}": f"model.megatron.{size}" for size in PARALLEL_SIZES},
     "engine": "model.fsdp_config",
     "checkpoint": "trainer.checkpoint",
     "trainer.nccl_timeout_s": "trainer.nccl_timeout",
@@ -170,10 +173,6 @@ _CHUNKS = (
     "chooses how log-probabilities and entropy are computed; here that is always piece by piece from hidden states, so "
     "leave it out (model.use_fused_kernels=True keeps no logits for the backward pass)"
 )
-_OPTIM_EXTRA = (
-    "sets fields of Megatron's optimizer, which this version chooses itself; leave it out "
-    "(megatron.optimizer_offload or fsdp_config.optimizer_offload keeps the state in host memory)"
-)
 
 UNSUPPORTED: Sequence[Unsupported] = (
     Unsupported("**._target_", "names the class of a section; sections here have one class each, so leave it out"),
@@ -185,7 +184,6 @@ UNSUPPORTED: Sequence[Unsupported] = (
         "keeps padding in the batches of the Megatron engine, which always removes it here; leave it out",
         (True,),
     ),
-    Unsupported("**.override_optimizer_config.**", _OPTIM_EXTRA),
     Unsupported(
         "**.optim.optimizer_impl", "names a package of optimizers; leave it out, AdamW is torch's", ("torch.optim",)
     ),

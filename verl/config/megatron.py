@@ -72,6 +72,16 @@ class MegatronConfig(Config):
                 f"which is {self.dist_checkpointing_path!r}; give both or neither"
             )
 
+    def model_problems(self, where: str, packed: bool) -> Iterator[str]:
+        """Yield why a model cannot run on this engine.
+
+        Args:
+            where: dotted path of its section.
+            packed: its ``use_remove_padding``.
+        """
+        if not packed:
+            yield f"{where}.use_remove_padding=False: the Megatron engine always removes padding; leave it out"
+
     def world_problems(self, where: str, world: int) -> Iterator[str]:
         """Yield why the parallel sizes do not fit a number of ranks.
 
@@ -95,6 +105,15 @@ class MegatronConfig(Config):
                 f"pipeline_model_parallel_size={pipeline} the experts take {experts * inside * pipeline} ranks, which "
                 f"do not divide the {total}"
             )
+
+    def row_share(self, rank: int, world: int) -> tuple[int, int]:
+        """Which share of the rows a rank gets, and how many shares there are.
+
+        Neighbouring ranks share weights and tokens; data-parallel ranks come next, and stages last.
+        """
+        inner = self.tensor_model_parallel_size * self.context_parallel_size
+        shares = world // self.model_parallel_size
+        return rank // inner % shares, shares
 
     @property
     def model_parallel_size(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from verl.config.base import Config, opt
 
@@ -34,6 +35,12 @@ class OptimConfig(Config):
         None, "Step at which the decay reaches its minimum; not given = total_training_steps.", ge=1
     )
 
+    override_optimizer_config: dict[str, Any] = opt(
+        {},
+        "Fields of Megatron-core's OptimizerConfig that say how its state is kept, for example "
+        "use_precision_aware_optimizer or optimizer_cpu_offload; only with strategy=megatron.",
+    )
+
     def problems(self) -> Iterator[str]:
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             yield f"betas={self.betas!r}: must be two numbers in [0, 1)"
@@ -41,4 +48,18 @@ class OptimConfig(Config):
             yield (
                 f"lr_decay_steps={self.lr_decay_steps}: must be larger than lr_warmup_steps={self.lr_warmup_steps}, "
                 "because the decay starts after the warm-up"
+            )
+
+    def engine_problems(self, where: str, strategy: str) -> Iterator[str]:
+        """Yield what another engine than the chosen one reads.
+
+        Args:
+            where: dotted path of this section.
+            strategy: the engine.
+        """
+        if self.override_optimizer_config and strategy != "megatron":
+            yield (
+                f"{where}.override_optimizer_config={self.override_optimizer_config!r}: sets fields of Megatron's "
+                f"optimizer, and strategy is {strategy!r}; leave it out (fsdp_config.optimizer_offload keeps the state "
+                "in host memory)"
             )

@@ -427,10 +427,4 @@ class PPOConfig(Config):
                     )
             model_key = f"{where if where in models else 'actor_rollout_ref'}.model"
             model = models.get(where, self.actor_rollout_ref.model)
-            if not model.use_remove_padding:
-                yield f"{model_key}.use_remove_padding=False: the Megatron engine always removes padding; leave it out"
-            if model.lora_rank:
-                yield (
-                    f"{model_key}.lora_rank={model.lora_rank}: the Megatron engine trains no adapters in this version; "
-                    "use 0, or strategy=fsdp"
-                )
+            yield from sizes.model_problems(model_key, model.use_remove_padding)

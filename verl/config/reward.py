@@ -175,6 +175,7 @@ class RewardModelConfig(Config):
         if not self.enable:
             return
         yield from strategy_problems(self.strategy)
+        yield from self.optim.engine_problems("optim", self.strategy)
         if not self.model.path:
             wanted = "causal language" if self.implicit else "sequence-classification"
             yield f"model.path=None: reward_model.enable=True needs a {wanted} model, a directory or id"

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from verl.config.actor import strategy_problems
 from verl.config.base import Config, MicroBatch, opt, section
 from verl.config.batching import batch_problems, sequence_problems, sizes_per_gpu, token_problems
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.data import CustomClsConfig
 from verl.config.files import missing_file, missing_model, raise_problems
 from verl.config.fsdp import FSDPConfig
+from verl.config.megatron import MegatronConfig
 from verl.config.model import ModelConfig
 from verl.config.optim import OptimConfig
 from verl.config.trainer import RunConfig
@@ -82,18 +84,31 @@ class SFTDataConfig(ExamplesConfig):
 class SFTModelConfig(ModelConfig):
     """The model to tune and its engine."""
 
-    strategy: str = opt("fsdp", "Training engine; fsdp and fsdp2 both mean the FSDP2 engine.")
-    fsdp_config: FSDPConfig = section(FSDPConfig, "Sharding, offload and numeric types.")
+    strategy: str = opt("fsdp", "Training engine: megatron, or fsdp and fsdp2, which both mean the FSDP2 engine.")
+    fsdp_config: FSDPConfig = section(FSDPConfig, "Sharding, offload and numeric types (strategy=fsdp).")
+    megatron: MegatronConfig = section(MegatronConfig, "The same with strategy=megatron.")
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if self.strategy not in ("fsdp", "fsdp2"):
-            hint = (
-                "supervised training on Megatron is not in this version"
-                if self.strategy == "megatron"
-                else "there is no such engine"
-            )
-            yield f"strategy={self.strategy!r}: {hint}; use 'fsdp' or 'fsdp2', which both mean the FSDP2 engine"
+        yield from strategy_problems(self.strategy)
+
+    @property
+    def ranks_per_sequence(self) -> int:
+        """Ranks that share the tokens of a sequence."""
+        if self.strategy == "megatron":
+            return self.megatron.context_parallel_size
+        return self.fsdp_config.ulysses_sequence_parallel_size
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Ranks that work on the same rows."""
+        return self.megatron.model_parallel_size if self.strategy == "megatron" else self.ranks_per_sequence
+
+    def row_share(self, rank: int, world: int) -> tuple[int, int]:
+        """Which share of the rows a rank gets, and how many shares there are."""
+        if self.strategy == "megatron":
+            return self.megatron.row_share(rank, world)
+        return rank // self.ranks_per_sequence, world // self.ranks_per_sequence
 
 
 @dataclass
@@ -126,12 +141,11 @@ class FineTuningConfig(Config):
 
     def derive(self) -> Iterator[str]:
         """Turn the micro-batch size over all ranks into one per rank; yield a sentence if it does not divide."""
-        size = self.model.fsdp_config.ulysses_sequence_parallel_size
-        return sizes_per_gpu(self, (("data.micro_batch_size", None),), self.trainer.world_size, lambda section: size)
+        shared = self.model.ranks_per_row
+        return sizes_per_gpu(self, (("data.micro_batch_size", None),), self.trainer.world_size, lambda section: shared)
 
     def problems(self) -> Iterator[str]:
         data, world = self.data, self.trainer.world_size
-        sequence = self.model.fsdp_config.ulysses_sequence_parallel_size
         if not data.train_files:
             yield "data.train_files=[]: give the training data, data.train_files=train.parquet or a list of files"
         if not data.val_files and self.trainer.test_freq > 0:
@@ -149,13 +163,23 @@ class FineTuningConfig(Config):
             total_key="data.train_batch_size",
             total=data.train_batch_size,
             samples=1,
-            world=world // sequence,
+            world=max(1, world // self.model.ranks_per_row),
         )
-        yield from sequence_problems("model.fsdp_config", sequence, world, "model", self.model.use_remove_padding)
         tokens = data.micro_batch().max_tokens
-        budget = None if tokens is None else tokens * sequence
+        budget = None if tokens is None else tokens * self.model.ranks_per_sequence
         yield from token_problems([("data.max_token_len_per_gpu", budget)], data.max_length, "data.max_length")
-        size = self.model.fsdp_config.fsdp_size
+        yield from self.optim.engine_problems("optim", self.model.strategy)
+        if self.model.strategy == "megatron":
+            yield from self.model.megatron.world_problems("model.megatron", world)
+            yield from self.model.megatron.model_problems("model", self.model.use_remove_padding)
+        else:
+            yield from self._fsdp_problems(world)
+
+    def _fsdp_problems(self, world: int) -> Iterator[str]:
+        fsdp = self.model.fsdp_config
+        sequence, packed = fsdp.ulysses_sequence_parallel_size, self.model.use_remove_padding
+        yield from sequence_problems("model.fsdp_config", sequence, world, "model", packed)
+        size = fsdp.fsdp_size
         if 0 < size < world and world % size:
             yield f"model.fsdp_config.fsdp_size={size}: must divide trainer.nnodes * trainer.n_gpus_per_node = {world}"
 
@@ -188,8 +212,12 @@ class SFTConfig(FineTuningConfig):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if self.data.pad_mode != "right":
+            return
         sequence = self.model.fsdp_config.ulysses_sequence_parallel_size
-        if sequence > 1 and self.data.pad_mode == "right":
+        if self.model.strategy == "megatron":
+            yield "data.pad_mode='right': the Megatron engine always removes padding; use pad_mode=no_padding"
+        elif sequence > 1:
             yield (
                 f"model.fsdp_config.ulysses_sequence_parallel_size={sequence}: shares the tokens of packed rows, so "
                 "data.pad_mode='right' does not go with it; use pad_mode=no_padding"

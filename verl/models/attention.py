@@ -122,6 +122,15 @@ class AttentionPlan:
         self.calls = 0  # attention calls made with this plan, to notice a model that does not use it
         self.sequence: SequenceGroup | None = None
         self.tokens = 0
+        self._windowed: dict[int, PackedMask] = {}
+
+    def windowed(self, size: int | None) -> PackedMask:
+        """The causal mask that lets a token look at the ``size`` last ones, itself included; None is all of them."""
+        if size is None or self.max_len <= size:
+            return self.causal
+        if size not in self._windowed:  # layers share what a mask has built
+            self._windowed[size] = PackedMask(self, _window(size), size)
+        return self._windowed[size]
 
     def share(self, group: SequenceGroup, tokens: int) -> None:
         """Let the ranks of ``group`` share the sequence: each brings its stretch of the ``tokens`` packed tokens."""
@@ -273,8 +282,7 @@ def varlen_attention(
         if plan is None:
             return _padded_attention(module, query, key, value, mask, dropout, scaling, special, kwargs)
         # A model that builds its masks without Transformers' helpers: all that is left to go by is its window.
-        window = kwargs.get("sliding_window")
-        mask = plan.causal if window is None or plan.max_len <= window else PackedMask(plan, _window(window), window)
+        mask = plan.windowed(kwargs.get("sliding_window"))
     mask.plan.calls += 1
     group = mask.plan.sequence
     if group is None:

@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,7 +112,7 @@ def add_adapters(model: nn.Module, settings: LoraSettings, seed: int) -> list[st
     Raises:
         ConfigError: no layer is chosen, or one that cannot have an adapter.
     """
-    chosen = _choose(model, settings)
+    chosen = choose_layers(model, settings)
     task_head = {id(p) for p in getattr(model, "score", nn.Module()).parameters()}  # of critics and reward models
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in task_head)
@@ -120,15 +120,7 @@ def add_adapters(model: nn.Module, settings: LoraSettings, seed: int) -> list[st
         weight = module.weight
         module.__class__ = LoraLinear
         module.scaling, module.enabled = settings.scaling, True
-        generator = torch.Generator().manual_seed(derive_seed(seed, "lora", name))
-        a = torch.empty(settings.rank, module.in_features, dtype=torch.float32)
-        if settings.init == "kaiming":
-            nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
-        elif settings.init == "xavier":
-            nn.init.xavier_uniform_(a, generator=generator)
-        else:
-            nn.init.normal_(a, std=1 / settings.rank, generator=generator)
-        module.lora_A = nn.Parameter(a.to(weight))
+        module.lora_A = nn.Parameter(first_matrix(settings, seed, name, module.in_features).to(weight))
         module.lora_B = nn.Parameter(torch.zeros(module.out_features, settings.rank).to(weight))
     if settings.adapter_path:
         load_adapter(model, settings, settings.adapter_path)
@@ -140,9 +132,32 @@ def add_adapters(model: nn.Module, settings: LoraSettings, seed: int) -> list[st
     return list(chosen)
 
 
-def _choose(model: nn.Module, settings: LoraSettings) -> dict[str, Any]:
+def first_matrix(settings: LoraSettings, seed: int, name: str, inputs: int) -> Tensor:
+    """(rank, inputs) float32: how A of the layer ``name`` starts."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, "lora", name))
+    a = torch.empty(settings.rank, inputs, dtype=torch.float32)
+    if settings.init == "kaiming":
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
+    elif settings.init == "xavier":
+        nn.init.xavier_uniform_(a, generator=generator)
+    else:
+        nn.init.normal_(a, std=1 / settings.rank, generator=generator)
+    return a
+
+
+def choose_layers(model: nn.Module, settings: LoraSettings, prefix: str = "") -> dict[str, Any]:
+    """The layers of a Transformers model that get an adapter, by name.
+
+    Args:
+        model: it may be without memory, on the device ``meta``.
+        settings: which layers.
+        prefix: of the names, where ``model`` is a part of the whole one.
+
+    Raises:
+        ConfigError: no layer is chosen, or one that cannot have an adapter.
+    """
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    linears = {prefix + name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     candidates = {name: module for name, module in linears.items() if module is not output and name != "score"}
     if settings.targets == (ALL_LINEAR,):
         chosen = set(candidates)
@@ -235,9 +250,7 @@ def read_adapter(directory: str | Path) -> tuple[dict[str, Tensor], dict[str, An
         raise CheckpointError(
             f"there is no adapter in {directory} ({error}); it needs {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
         ) from error
-    special = [
-        key for key in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save") if config.get(key)
-    ]
+    special = [key for key in _VARIANTS if config.get(key)]
     if config.get("peft_type") != "LORA" or special:
         raise CheckpointError(
             f"the adapter in {directory} is of kind {config.get('peft_type')} {special or ''}; only plain LoRA is read"
@@ -251,19 +264,29 @@ def load_adapter(model: nn.Module, settings: LoraSettings, directory: str | Path
     Raises:
         CheckpointError: the adapter has other layers, another rank or another alpha than the model.
     """
+    wanted = {name: p for name, p in model.named_parameters() if is_adapter_name(name)}
+    tensors = matching_adapter(directory, settings, wanted.keys())
+    with torch.no_grad():
+        for name, parameter in wanted.items():
+            parameter.copy_(tensors[name])
+
+
+def matching_adapter(directory: str | Path, settings: LoraSettings, names: Collection[str]) -> dict[str, Tensor]:
+    """The tensors of a PEFT directory, which must be those of ``names`` and of the size that ``settings`` say.
+
+    Raises:
+        CheckpointError: it has other layers, another rank or another alpha.
+    """
     tensors, config = read_adapter(directory)
     if (config.get("r"), float(config.get("lora_alpha", 0))) != (settings.rank, settings.alpha):
         raise CheckpointError(
             f"the adapter in {directory} has r={config.get('r')}, lora_alpha={config.get('lora_alpha')}; set "
             "model.lora_rank and model.lora_alpha to these"
         )
-    wanted = {name: p for name, p in model.named_parameters() if is_adapter_name(name)}
-    if tensors.keys() != wanted.keys():
-        different = sorted(tensors.keys() ^ wanted.keys())
+    if tensors.keys() != set(names):
+        different = sorted(tensors.keys() ^ set(names))
         raise CheckpointError(
             f"the adapter in {directory} and model.target_modules differ in {len(different)} tensors, first "
             f"{different[0]!r}; name the layers that the adapter has"
         )
-    with torch.no_grad():
-        for name, parameter in wanted.items():
-            parameter.copy_(tensors[name])
+    return tensors

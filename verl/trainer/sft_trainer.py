@@ -28,11 +28,11 @@ from verl.utils.timing import StepTimer
 from verl.utils.tokenizer import load_tokenizer
 from verl.utils.tracking import Tracking
 from verl.workers.engine.base import MicroBatching, TrainEngine
-from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.losses import sft_loss
 
 if TYPE_CHECKING:
     from verl.config import FineTuningConfig, SFTConfig
+    from verl.config.sft import SFTModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class SFTTrainer:
             for name, value in result.values_by_name().items()
         }
         tokens = all_reduce_numbers([float(batch["attention_mask"].sum())])[0]
-        metrics["train/tokens"] = tokens / self.engine.layout.sp_size  # which all count the same rows
+        metrics["train/tokens"] = tokens / self.engine.layout.ranks_per_row  # which all count the same rows
         return metrics
 
     def validate(self) -> dict[str, float]:
@@ -232,7 +232,7 @@ def build_parts(config: FineTuningConfig, dataset: type[Dataset], collator: Call
 
     data = config.data
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.trust_remote_code)
-    sequence = config.model.fsdp_config.ulysses_sequence_parallel_size
+    share, shares = config.model.row_share(rank, world)
     seed = derive_seed(config.trainer.seed, "data") if data.seed is None else data.seed
 
     def loader(files: list[str], limit: int, *, train: bool) -> ResumableDataLoader:
@@ -244,8 +244,8 @@ def build_parts(config: FineTuningConfig, dataset: type[Dataset], collator: Call
             seed=seed,
             drop_last=train,
             collate=collator(tokenizer.pad_token_id),
-            rank=rank // sequence,  # ranks that share sequences read the same rows
-            world_size=world // sequence,
+            rank=share,
+            world_size=shares,
         )
 
     train_loader = loader(data.train_files, data.train_max_samples, train=True)
@@ -263,12 +263,13 @@ def build_parts(config: FineTuningConfig, dataset: type[Dataset], collator: Call
 
 def build_engine(
     config: FineTuningConfig, parts: Parts, *, head: str = "lm", padded: bool = False, trained: bool = True
-) -> FSDPEngine:
+) -> TrainEngine:
     """A built engine for the run's model, with the optimizer unless it is only evaluated."""
     horizon = config.optim.total_training_steps or parts.total_steps
-    engine = FSDPEngine(
+    kind, section = _engine_of(config.model)
+    engine = kind(
         dataclasses.replace(config.model, use_remove_padding=config.model.use_remove_padding and not padded),
-        config.model.fsdp_config,
+        section,
         dataclasses.replace(config.optim, total_training_steps=horizon) if trained else None,
         head=head,
         device=parts.device,
@@ -277,8 +278,21 @@ def build_engine(
     )
     started = time.perf_counter()
     engine.build()
+    layout = engine.layout
+    assert (layout.dp_rank, layout.dp_size) == config.model.row_share(layout.rank, layout.world_size)
     logger.info("model built in %.1f s", time.perf_counter() - started)
     return engine
+
+
+def _engine_of(model: SFTModelConfig) -> tuple[Any, Any]:
+    """The class of the chosen engine, and its section."""
+    if model.strategy == "megatron":
+        from verl.workers.engine.megatron import MegatronEngine
+
+        return MegatronEngine, model.megatron
+    from verl.workers.engine.fsdp import FSDPEngine
+
+    return FSDPEngine, model.fsdp_config
 
 
 def build_trainer(config: SFTConfig) -> SFTTrainer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +21,14 @@ from tests.workers.engine.reference import (
     policy_batch,
     policy_loss,
 )
+from tests.workers.engine.reference import make_engine as make_fsdp_engine
 from verl.config import MegatronConfig, ModelConfig, OptimConfig
+from verl.models.lora import is_adapter_name
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.megatron import MegatronEngine
 from verl.workers.engine.megatron_parallel import leave_parallel_groups
+
+WHOLE = MicroBatching()
 
 #: short names of the keys that tests set
 SIZES = {
@@ -43,6 +48,7 @@ def make_megatron_engine(
     checkpointing: bool = False,
     trained: bool = True,
     optim: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
     **megatron: Any,
 ) -> MegatronEngine:
     """A built engine on CPU; sizes by their short names, other keys of the section by their own."""
@@ -58,7 +64,7 @@ def make_megatron_engine(
         }
     )
     engine = MegatronEngine(
-        ModelConfig(path=path, enable_gradient_checkpointing=checkpointing),
+        ModelConfig(path=path, enable_gradient_checkpointing=checkpointing, **(model or {})),
         MegatronConfig(**{"sequence_parallel": False, **section}),
         optim_config if trained else None,
         head=head,
@@ -124,4 +130,56 @@ def check_layout(
             assert all(other == metrics for other in seen), what
             assert_close(parameters(engine), reference["params"][step], 2e-4, f"{what} step {step}")
     assert engine is not None
+    return engine
+
+
+# ---- adapters ---------------------------------------------------------------------------------------------------
+
+
+def adapters(engine: MegatronEngine) -> dict[str, Tensor]:
+    """Whole adapter matrices by name."""
+    return {name: tensor.clone() for name, tensor in sorted(engine.bridge.export_adapters())}
+
+
+def lora_reference(path: str, file: Path, model: dict[str, Any], batch: dict[str, Tensor]) -> None:
+    """What the FSDP2 engine makes of adapters: log-probs with and without them, and two updates."""
+    engine = make_fsdp_engine(path, model=model)
+    numbers: dict[str, Any] = {"model": model, "losses": [], "norms": [], "adapters": []}
+    for name, adapter in (("on", True), ("off", False)):
+        out = engine.forward(batch, POLICY, micro=WHOLE, temperature=TEMPERATURE, adapter=adapter)
+        numbers[name] = out["log_probs"]
+    for _ in range(2):
+        metrics = engine.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE, temperature=TEMPERATURE)
+        numbers["losses"].append(metrics.values_by_name()["loss"])
+        numbers["norms"].append(metrics.values_by_name()["grad_norm"])
+        tensors = sorted(engine.hf_tensors().items())
+        numbers["adapters"].append({name: t.detach().clone() for name, t in tensors if is_adapter_name(name)})
+    numbers["merged"] = {name: tensor.clone() for name, tensor in engine.named_tensors()}
+    torch.save(numbers, file)
+
+
+def check_lora(
+    path: str, reference: dict[str, Any], micro: MicroBatching, batch: dict[str, Tensor], **options: Any
+) -> MegatronEngine:
+    """Adapters under one set of sizes give the numbers of the FSDP2 engine, and nothing else moves."""
+    leave_parallel_groups()
+    engine = make_megatron_engine(path, model=reference["model"], **options)
+    layout = engine.layout
+    what = f"{options} {micro} {reference['model'].get('target_modules')}"
+    mine = rows_of(batch, layout.dp_rank, layout.dp_size)
+    for name, adapter in (("on", True), ("off", False)):
+        out = engine.forward(mine, POLICY, micro=micro, temperature=TEMPERATURE, adapter=adapter)
+        want = rows_of({**batch, "log_probs": reference[name]}, layout.dp_rank, layout.dp_size)["log_probs"]
+        torch.testing.assert_close(
+            out["log_probs"], want, rtol=1e-5, atol=5e-6, msg=lambda text, name=name: f"{what} {name}: {text}"
+        )
+    frozen = {name: t.clone() for name, t in engine.bridge.local.items() if not is_adapter_name(name)}
+    for step in range(2):
+        metrics = engine.train_batch(mine, policy_loss, want=POLICY, micro=micro, temperature=TEMPERATURE)
+        got = metrics.values_by_name()
+        assert (what, got["loss"]) == (what, pytest.approx(reference["losses"][step], rel=1e-4, abs=2e-6))
+        assert (what, got["grad_norm"]) == (what, pytest.approx(reference["norms"][step], rel=1e-4))
+        assert_close(adapters(engine), reference["adapters"][step], 2e-4, f"{what} step {step}")
+    assert_close(parameters(engine), reference["merged"], 2e-4, what)
+    assert all(torch.equal(engine.bridge.local[name], tensor) for name, tensor in frozen.items()), what
     return engine

@@ -9,10 +9,12 @@ import sys
 import pytest
 import torch
 
-from verl.models.logprobs import token_log_probs, token_sum_pi_squared
+from verl.errors import ConfigError
+from verl.models.logprobs import IDENTITY, LogitTransform, token_log_probs, token_sum_pi_squared
 from verl.models.parallel_logprobs import VocabShard, parallel_sum_pi_squared, parallel_token_log_probs
-from verl.workers.engine.megatron_forms import Cut, Form, FusedQKV, GateUp, Vocabulary, Whole
+from verl.workers.engine.megatron_forms import Cut, Form, FusedQKV, GateUp, SomeRows, Stacked, Vocabulary, Whole
 from verl.workers.engine.megatron_memory import Parking
+from verl.workers.engine.megatron_optim import optimizer_overrides
 
 
 def test_fused_projections_are_ordered_by_key_value_head() -> None:
@@ -36,6 +38,15 @@ def test_a_vocabulary_is_padded_at_its_end() -> None:
     assert form.shard([rows], 1, 2).flatten().tolist() == [5, 0, 0, 0]
 
 
+def test_some_rows_lie_where_the_whole_weight_has_them() -> None:
+    form = SomeRows(FusedQKV(heads=2, kv_heads=2, head_dim=1), rows=(2, 2, 2), chosen=(0, 2))
+    assert form.owners(0, 1).tolist() == [0, 1, 2, 0, 1, 2]
+    q, v = torch.tensor([[1.0], [2]]), torch.tensor([[21.0], [22]])
+    assert form.shard([q, v], 0, 1).flatten().tolist() == [1, 21, 2, 22]
+    assert form.shard([q, v], 1, 2).flatten().tolist() == [2, 22]
+    assert form.mine(1, 2).tolist() == [True, False, True]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(
     ("form", "shapes"),
@@ -48,6 +59,10 @@ def test_a_vocabulary_is_padded_at_its_end() -> None:
         (FusedQKV(8, 2, 4), [(32,), (8,), (8,)]),  # biases; fewer key-value heads than ranks
         (GateUp(), [(8, 3), (8, 3)]),
         (GateUp(stacked=True), [(16, 3)]),
+        (SomeRows(FusedQKV(8, 4, 3), (24, 12, 12), (0, 1, 2)), [(24, 2), (12, 2), (12, 2)]),
+        (SomeRows(FusedQKV(8, 4, 3), (24, 12, 12), (0, 2)), [(24, 2), (12, 2)]),
+        (SomeRows(GateUp(), (8, 8), (1,)), [(8, 2)]),
+        (Stacked(2), [(3, 5), (3, 5)]),
     ],
     ids=str,
 )
@@ -57,9 +72,10 @@ def test_parts_join_to_what_was_cut(form: Form, shapes: list[tuple[int, ...]], r
     assert all(torch.equal(got, want) for got, want in zip(joined, tensors, strict=True))
 
 
+@pytest.mark.parametrize("transform", [IDENTITY, LogitTransform(0.5, 2.0)], ids=["plain", "capped"])
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("chunk", [7 * 11, 10_000], ids=["chunks", "whole"])
-def test_log_probs_are_those_of_the_plain_function(entropy: bool, chunk: int) -> None:
+def test_log_probs_are_those_of_the_plain_function(entropy: bool, chunk: int, transform: LogitTransform) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(20, 6, generator=generator), torch.randn(11, 6, generator=generator)
     targets = torch.randint(0, 11, (20,), generator=generator)
@@ -71,10 +87,10 @@ def test_log_probs_are_those_of_the_plain_function(entropy: bool, chunk: int) ->
         if parallel:
             shard = VocabShard(0, 11)
             lp, ent = parallel_token_log_probs(
-                h, w, targets, shard, temperature=0.7, entropy=entropy, chunk_numbers=chunk
+                h, w, targets, shard, temperature=0.7, transform=transform, entropy=entropy, chunk_numbers=chunk
             )
         else:
-            lp, ent = token_log_probs(h, w, None, targets, temperature=0.7, entropy=entropy)
+            lp, ent = token_log_probs(h, w, None, targets, temperature=0.7, transform=transform, entropy=entropy)
         total = (lp * up_log_probs).sum() + (0.0 if ent is None else (ent * up_entropy).sum())
         total.backward()
         results.append((lp.detach(), ent if ent is None else ent.detach(), h.grad, w.grad[:11]))
@@ -111,6 +127,21 @@ assert methods == (torch.Tensor.cuda, torch.Tensor.type, torch.nn.Module.cuda, t
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_settings_of_the_optimizer() -> None:
+    known = {"lr", "exp_avg_dtype", "optimizer_cpu_offload"}
+    assert optimizer_overrides({"exp_avg_dtype": "bfloat16", "optimizer_cpu_offload": True}, known) == {
+        "exp_avg_dtype": torch.bfloat16,
+        "optimizer_cpu_offload": True,
+    }
+    for name, value, text in (
+        ("exp_avg_dtyp", "bf16", "no such field; did you mean 'exp_avg_dtype'"),
+        ("exp_avg_dtype", "wide", "is no type of torch"),
+        ("lr", 1.0, "follows from the keys of the optim"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            optimizer_overrides({name: value}, known)
 
 
 def test_parked_memory_is_freed_and_views_of_it_survive() -> None:

@@ -40,7 +40,8 @@ pytestmark = [
 
 WHOLE = MicroBatching()
 MICROS = [WHOLE, MicroBatching(size=4), MicroBatching(size=2), MicroBatching(max_tokens=40)]
-DENSE = ("llama", "qwen3", "gemma")
+DENSE = ("llama", "qwen3", "gemma", "gemma2", "gemma3_text", "mistral", "qwen2_sliding")
+LOCAL = ("gemma2", "gemma3_text")  # layers differ, which stages have to know
 EXPERTS = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
 SQUARES = frozenset({"log_probs", "sum_pi_squared"})
 TRAINED = frozenset({"model", "optimizer", "extra"})
@@ -182,6 +183,8 @@ def two_ranks(rank: int, model_dir: str, work: str) -> None:
     metrics = half.train_batch(policy_batch(), policy_loss, want=POLICY, micro=WHOLE, temperature=0.8).values_by_name()
     assert metrics["grad_norm"] == pytest.approx(reference["grad_norm"][0], rel=0.05)
 
+    for family in LOCAL:
+        check_family(Path(work) / family, pp=2, checkpointing=True)
     check_resumed(model_dir, saved, numbers[0], continued, pp=2)
     started = ours.make_megatron_engine(
         model_dir, pp=2, use_dist_checkpointing=True, dist_checkpointing_path=str(saved)
@@ -200,6 +203,8 @@ def two_ranks(rank: int, model_dir: str, work: str) -> None:
 
     ours.check_layout(model_dir, reference, MICROS, cp=2)
     check_heads(model_dir, work, cp=2)
+    for family in LOCAL:
+        check_family(Path(work) / family, cp=2)
 
     leave_parallel_groups()
     for family in EXPERTS:

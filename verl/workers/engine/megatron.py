@@ -1,16 +1,15 @@
 """The Megatron-core training engine: tensor, pipeline, context, expert and data parallel.
 
-What the engine itself does: it packs rows without padding (:mod:`verl.models.packing`), runs Megatron-core's schedule
-over the micro-batches, computes log-probs from hidden states without making or gathering whole logits, and steps the
-optimizer. The rest is in modules of one job each: ``megatron_parallel`` (process groups), ``megatron_families``
+The engine itself packs rows without padding (:mod:`verl.models.packing`) and runs Megatron-core's schedule over the
+micro-batches. The rest is in modules of one job each: ``megatron_parallel`` (process groups), ``megatron_families``
 (models), ``megatron_modules`` (their parts), ``megatron_bridge`` and ``megatron_forms`` (Hugging Face weights),
+``megatron_lora`` (adapters), ``megatron_outputs`` (from hidden states to log-probs), ``megatron_optim`` (optimizer),
 ``megatron_state`` (checkpoints), ``megatron_memory`` (off-loading) and, on machines without CUDA, ``megatron_cpu``.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,10 +22,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.errors import ConfigError
-from verl.models.heads import CLASSIFIER_OUTPUTS, LM_OUTPUTS, VALUE_OUTPUTS, place_results
+from verl.models.heads import CLASSIFIER_OUTPUTS, LM_OUTPUTS, VALUE_OUTPUTS
 from verl.models.loading import has_dropout, load_hf_config, resolve_model_dir
+from verl.models.lora import LoraSettings
 from verl.models.packing import RowLayout, build_layout
-from verl.models.parallel_logprobs import VocabShard, parallel_sum_pi_squared, parallel_token_log_probs
 from verl.utils.device import default_compute_dtype, device_memory_stats, empty_cache
 from verl.utils.distributed import init_process_group
 from verl.utils.flops import FlopsCounter
@@ -36,6 +35,8 @@ from verl.workers.engine.batching import BatchPlan, as_tensordict, join_rows, pl
 from verl.workers.engine.megatron_bridge import Bridge, CheckpointFiles
 from verl.workers.engine.megatron_families import model_settings
 from verl.workers.engine.megatron_memory import Parking
+from verl.workers.engine.megatron_optim import add_optimizer, clip_and_step, state_tensors
+from verl.workers.engine.megatron_outputs import Outputs
 from verl.workers.engine.megatron_parallel import construction, current_layout, join_parallel_groups
 from verl.workers.engine.schedules import LRSchedule
 
@@ -97,14 +98,11 @@ class MegatronEngine(TrainEngine):
             raise ConfigError(
                 "model.use_remove_padding=False: the Megatron engine always removes padding; leave the key out"
             )
-        if model_config.lora_rank:
-            raise ConfigError(
-                f"model.lora_rank={model_config.lora_rank}: the Megatron engine trains no adapters; use strategy=fsdp"
-            )
         self.model_config = model_config
         self.megatron_config = megatron_config
         self.optim_config = optim_config
         self.head = head
+        self.lora: LoraSettings | None = None  # from when the model has them
         self.checkpoint_config = checkpoint_config
         self.seed = seed
         self._device_name = str(device)
@@ -162,14 +160,31 @@ class MegatronEngine(TrainEngine):
                 grouped=self.config.moe_grouped_gemm,
             )
             self._load_initial_weights()
+            if (lora := LoraSettings.of(self.model_config)) is not None:
+                self._add_adapters(lora)
             self.optimizer: Any = None
             self.schedule: LRSchedule | None = None
             if self.optim_config is None:
                 for chunk in self.chunks:
                     chunk.requires_grad_(False)
             else:
-                self._add_optimizer(self.optim_config, dtype)
-        self._vocab = self._vocab_shard(settings.vocab_size)
+                self.chunks, self.optimizer = add_optimizer(
+                    self.models,
+                    self.config,
+                    self.optim_config,
+                    dtype=dtype,
+                    distributed=config.use_distributed_optimizer,
+                    device=self.device,
+                )
+                self.schedule = LRSchedule(self.optim_config)
+        self._outputs = Outputs(
+            self.models[-1],
+            head=self.head,
+            layout=self.layout,
+            vocab_size=settings.vocab_size,
+            transform=settings.logits,
+            keep=not self.model_config.use_fused_kernels,
+        )
         self._parkings = self._make_parkings()
         self._set_training(False)
         self._park("model")
@@ -197,55 +212,34 @@ class MegatronEngine(TrainEngine):
             assert self.megatron_config.dist_checkpointing_path is not None
             megatron_state.load_weights(self, Path(self.megatron_config.dist_checkpointing_path))
 
-    def _add_optimizer(self, optim: OptimConfig, dtype: torch.dtype) -> None:
-        """Wrap the model for gradient reduction and make Megatron's optimizer."""
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    def _add_adapters(self, lora: LoraSettings) -> None:
+        from verl.workers.engine import megatron_lora
 
-        distributed = self.megatron_config.use_distributed_optimizer
-        reduction = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
-        self.chunks = [
-            DistributedDataParallel(config=self.config, ddp_config=reduction, module=chunk) for chunk in self.models
-        ]
-        self.config.finalize_model_grads_func = finalize_model_grads
-        settings = OptimizerConfig(
-            optimizer="adam",
-            lr=optim.lr,
-            weight_decay=optim.weight_decay,
-            adam_beta1=float(optim.betas[0]),
-            adam_beta2=float(optim.betas[1]),
-            adam_eps=optim.eps,
-            clip_grad=0.0,  # clipped here, after a look at the norm
-            bf16=dtype == torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=distributed,
+        self.lora = lora
+        megatron_lora.add_adapters(
+            self.bridge,
+            self.hf_config,
+            lora,
+            head=self.head,
+            seed=self.seed,
+            sequence_parallel=self.config.sequence_parallel,
         )
-        # no exceptions from weight decay: every engine decays every parameter
-        self.optimizer = get_megatron_optimizer(
-            settings, self.chunks, config_overrides={}, use_gloo_process_groups=self.device.type != "cpu"
-        )
-        self.schedule = LRSchedule(optim)
+        if self.optim_config is not None:
+            megatron_lora.keep_gradients_flowing(self.models)
 
-    def _vocab_shard(self, tokens: int) -> VocabShard | None:
-        """This rank's part of the output embedding; None on stages without one."""
-        if self.head != "lm" or not self.models[-1].post_process:
-            return None
-        rows = self._output_weight().shape[0]
-        first = self.layout.tp_rank * rows
-        return VocabShard(first, max(0, min(rows, tokens - first)), self.bridge.tp_group)
+    @contextmanager
+    def _adapters(self, enabled: bool) -> Iterator[None]:
+        """Within the context the model computes with its adapters, or without."""
+        if self.lora is None or enabled:
+            yield
+            return
+        from verl.workers.engine.megatron_lora import set_adapters
 
-    def _output_weight(self) -> Tensor:
-        model = self.models[-1]
-        weight: Tensor = (
-            model.shared_embedding_or_output_weight()
-            if model.share_embeddings_and_output_weights
-            else model.output_layer.weight
-        )
-        return weight
+        set_adapters(self.models, False)
+        try:
+            yield
+        finally:
+            set_adapters(self.models, True)
 
     # ---- running ------------------------------------------------------------------------------------------------
 
@@ -268,7 +262,7 @@ class MegatronEngine(TrainEngine):
             pieces.append(outputs)
             return next(iter(outputs.values())).new_zeros(())
 
-        with self.resident(optimizer=False), torch.no_grad():
+        with self.resident(optimizer=False), torch.no_grad(), self._adapters(adapter):
             self._set_training(False)
             self._run(rows_of, plan, want, temperature, keep, forward_only=True)
         joined = join_rows(pieces, plan.parts, rows) if pieces else {}
@@ -305,7 +299,9 @@ class MegatronEngine(TrainEngine):
             self.optimizer.zero_grad()
             self._run(rows_of, plan, want, temperature, differentiate, forward_only=False)
             lr = self.schedule.lr(self.lr_step)
-            norm, finite = self._step(lr)
+            norm, finite = clip_and_step(
+                self.optimizer, largest=float(self.optim_config.clip_grad), lr=lr, step=self.step
+            )
             self.step += 1
             self.lr_step += int(advance_lr)
         metrics = MetricSet()
@@ -316,28 +312,6 @@ class MegatronEngine(TrainEngine):
         metrics["lr"] = mmean(lr, 1.0)
         metrics["skipped_steps"] = msum(0.0 if finite else 1.0)
         return metrics
-
-    def _step(self, lr: float) -> tuple[float, bool]:
-        """Clip and step; returns the norm before clipping and whether it was finite. Nothing changes if it was not."""
-        assert self.optim_config is not None
-        self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
-        finite = math.isfinite(norm)
-        if not finite:
-            logger.warning(
-                "gradient norm is %s at step %d: parameters stay as they are; look at the inputs of the loss",
-                norm,
-                self.step,
-            )
-            return norm, False
-        largest = float(self.optim_config.clip_grad)
-        if 0 < largest < norm:
-            grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-            torch._foreach_mul_(grads, largest / (norm + 1e-6))
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step_with_ready_grads()
-        return norm, True
 
     def _run(
         self,
@@ -374,7 +348,7 @@ class MegatronEngine(TrainEngine):
             )
 
             def finish(hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-                outputs = self._outputs(hidden, item.layout, want, temperature)
+                outputs = self._outputs.fields(hidden, item.layout, want, temperature)
                 if forward_only and item.surplus:
                     return hidden.new_zeros(()), {}
                 # the schedule takes the mean over micro-batches; losses here are parts of one sum
@@ -420,63 +394,6 @@ class MegatronEngine(TrainEngine):
             rows = rows.to(self.device)
         return _MicroBatch(rows, layout, ids, packed)
 
-    def _outputs(
-        self, hidden: Tensor, layout: RowLayout, want: frozenset[str], temperature: float
-    ) -> dict[str, Tensor]:
-        """The wanted fields from the last stage's hidden states (1, tokens, H)."""
-        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-
-        states = hidden[0]
-        if self.config.sequence_parallel:
-            # what follows is the same on every tensor-parallel rank, and so is its gradient
-            states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
-        if self.head == "classifier":
-            if layout.rows == 0:
-                return {"scores": self._apply_head(states[:1]).sum(0) * torch.zeros(0, device=states.device)}
-            scores = self._at(states, layout.last_index, lambda x, index: self._apply_head(x))
-            return {"scores": scores[:, 0] if scores.shape[1] == 1 else scores}
-        if self.head == "value":
-            values = self._at(states, layout.predict_index, lambda x, index: self._apply_head(x))
-            return place_results(layout, {"values": values[:, 0]})
-        results = self._at(
-            states, layout.predict_index, lambda x, index: self._log_probs(x, layout.targets[index], want, temperature)
-        )
-        names = ["log_probs", *(name for name in ("entropys", "sum_pi_squared") if name in want)]
-        return place_results(layout, dict(zip(names, results.unbind(1), strict=True)))
-
-    def _log_probs(self, states: Tensor, targets: Tensor, want: frozenset[str], temperature: float) -> Tensor:
-        """(n, fields) log-probs, and what else is wanted of the distributions."""
-        assert self._vocab is not None
-        weight = self._output_weight()
-        log_probs, entropies = parallel_token_log_probs(
-            states,
-            weight,
-            targets,
-            self._vocab,
-            temperature=temperature,
-            entropy="entropys" in want,
-            keep=not self.model_config.use_fused_kernels,
-        )
-        fields = [log_probs] if entropies is None else [log_probs, entropies]
-        if "sum_pi_squared" in want:
-            fields.append(parallel_sum_pi_squared(states.detach(), weight, self._vocab, temperature=temperature))
-        return torch.stack(fields, 1)
-
-    def _apply_head(self, states: Tensor) -> Tensor:
-        values: Tensor = self.models[-1].output_layer.apply_head(states)
-        return values
-
-    def _at(self, states: Tensor, index: Tensor, compute: Any) -> Tensor:
-        """``compute`` at some positions of the whole sequence, of which context-parallel ranks have a slice each."""
-        if self.layout.sp_size == 1:
-            everything = torch.arange(len(index), device=index.device)
-            return compute(states.index_select(0, index), everything)
-        first = self.layout.sp_rank * states.shape[0]
-        mine = torch.nonzero((index >= first) & (index < first + states.shape[0]))[:, 0]
-        values = compute(states.index_select(0, index[mine] - first), mine)
-        whole = values.new_zeros(len(index), *values.shape[1:]).index_copy(0, mine, values)
-        return _SumOverRanks.apply(whole, self._cp_group())
-
     def _plan(self, batch: TensorDict, micro: MicroBatching) -> BatchPlan:
         if micro.max_tokens is not None:  # which counts for one rank
             micro = replace(micro, max_tokens=micro.max_tokens * self.layout.sp_size)
@@ -499,11 +416,6 @@ class MegatronEngine(TrainEngine):
         from megatron.core import parallel_state
 
         return parallel_state.get_data_parallel_group()
-
-    def _cp_group(self) -> dist.ProcessGroup:
-        from megatron.core import parallel_state
-
-        return parallel_state.get_context_parallel_group()
 
     def _from_last_stage(self, value: Any) -> Any:
         """What the last pipeline stage has, on all of them."""
@@ -589,10 +501,7 @@ class MegatronEngine(TrainEngine):
         tensors: list[Tensor] = []
         for group in self.optimizer.param_groups:
             tensors += [p for p in group["params"] if p.untyped_storage()._cdata not in model]
-        for optimizer in self.optimizer.chained_optimizers:  # one for experts, one for the rest
-            for values in optimizer.optimizer.state.values():
-                tensors += [value for value in values.values() if isinstance(value, Tensor) and value.dim() > 0]
-        return tensors
+        return tensors + state_tensors(self.optimizer)
 
     def state_bytes(self) -> dict[str, int]:
         return {
@@ -610,20 +519,6 @@ class MegatronEngine(TrainEngine):
             max_reserved=stats.max_reserved,
             host_used=stats.cpu_used,
         )
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """Sum of what ranks have; each rank's gradient is for its own part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 __all__ = ["MegatronEngine"]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
 from verl.errors import ConfigError
+from verl.models.lora import merged
 from verl.workers.engine.base import ParallelLayout
 from verl.workers.engine.megatron_forms import Cut, Form, FusedQKV, GateUp, Vocabulary, Whole
 
@@ -42,6 +43,22 @@ class Weight:
     experts: int = 0
     files: tuple[str, ...] = ()
     file_form: Form | None = None
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """The two matrices beside one Megatron weight.
+
+    Attributes:
+        a, b: they. The Hugging Face tensors of both are in the order of ``chosen``.
+        chosen: which of the Hugging Face tensors that the weight is made of have an adapter.
+        scaling: factor of its output.
+    """
+
+    a: Weight
+    b: Weight
+    chosen: tuple[int, ...]
+    scaling: float
 
 
 # ---- tables -----------------------------------------------------------------------------------------------------
@@ -156,8 +173,26 @@ def _experts(count: int, grouped: bool) -> list[Weight]:
     ]
 
 
+def _norms_around() -> list[Weight]:
+    """A norm before each block, and one on what it adds."""
+    return [
+        Weight("input_layernorm.weight", ("input_layernorm.weight",), Whole()),
+        Weight("self_attn_bda.norm.weight", ("post_attention_layernorm.weight",), Whole()),
+        Weight("pre_mlp_layernorm.weight", ("pre_feedforward_layernorm.weight",), Whole()),
+        Weight("mlp_bda.norm.weight", ("post_feedforward_layernorm.weight",), Whole()),
+    ]
+
+
 def _llama_layer(config: PreTrainedConfig, layer: int, grouped: bool) -> list[Weight]:
     return _attention(config) + _mlp() + _norms()
+
+
+def _gemma2_layer(config: PreTrainedConfig, layer: int, grouped: bool) -> list[Weight]:
+    return _attention(config) + _mlp() + _norms_around()
+
+
+def _gemma3_layer(config: PreTrainedConfig, layer: int, grouped: bool) -> list[Weight]:
+    return _attention(config, qk_norm=True) + _mlp() + _norms_around()
 
 
 def _qwen2_layer(config: PreTrainedConfig, layer: int, grouped: bool) -> list[Weight]:
@@ -190,7 +225,10 @@ _LAYERS: dict[str, Callable[[PreTrainedConfig, int, bool], list[Weight]]] = {
     "deepseek_v2": _deepseek_layer,
     "deepseek_v3": _deepseek_layer,
     "gemma": _llama_layer,
+    "gemma2": _gemma2_layer,
+    "gemma3_text": _gemma3_layer,
     "llama": _llama_layer,
+    "mistral": _llama_layer,
     "qwen2": _qwen2_layer,
     "qwen3": _qwen3_layer,
     "qwen3_moe": _qwen3_moe_layer,
@@ -265,11 +303,17 @@ class CheckpointFiles:
 # ---- the bridge -------------------------------------------------------------------------------------------------
 
 
+def hugging_face_shell(config: PreTrainedConfig, head: str) -> tuple[nn.Module, str]:
+    """Transformers' model without memory and without the head of a critic, and what its names lack at their start."""
+    with torch.device("meta"):
+        if head == "lm":
+            return AutoModelForCausalLM.from_config(config), ""
+        return AutoModel.from_config(config), "model."
+
+
 def hugging_face_names(config: PreTrainedConfig, head: str) -> dict[str, tuple[int, ...]]:
     """Names and shapes of Transformers' parameters and stored buffers, tied ones once, in its order."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config) if head == "lm" else AutoModel.from_config(config)
-    prefix = "" if head == "lm" else "model."
+    model, prefix = hugging_face_shell(config, head)
     found = {prefix + name: tuple(p.shape) for name, p in model.named_parameters()}
     for name, module in model.named_modules():
         for key, buffer in module._buffers.items():
@@ -309,6 +353,7 @@ class Bridge:
         self.pp_group = parallel_state.get_pipeline_model_parallel_group()
         self.ep_group = parallel_state.get_expert_model_parallel_group()
         self.etp_group = parallel_state.get_expert_tensor_parallel_group()
+        self.chunks = chunks
         self.local = _local_weights(chunks)
         self.table = weight_table(config, head=head, multiple_of=multiple_of, grouped=grouped)
         self.shapes = hugging_face_names(config, head)
@@ -320,6 +365,8 @@ class Bridge:
                 self.table.pop()
         self._check_table()
         self.tied = head == "lm" and bool(config.tie_word_embeddings)
+        self.adapters: dict[str, AdapterWeights] = {}
+        self._adapter_shapes: dict[str, tuple[int, ...]] = {}
         self._maker = {name: (weight, i) for weight in self.table for i, name in enumerate(weight.hf)}
         self._owners = self._find_owners()
 
@@ -349,6 +396,17 @@ class Bridge:
             for name, dtype in names.items():
                 owners.setdefault(name, (stage, dtype))
         return owners
+
+    def adopt(self, adapters: dict[str, AdapterWeights], shapes: dict[str, tuple[int, ...]]) -> None:
+        """Know the adapters that have been put beside weights since. Collective.
+
+        Args:
+            adapters: by the Megatron name of the weight.
+            shapes: of their Hugging Face tensors.
+        """
+        self.adapters, self._adapter_shapes = adapters, shapes
+        self.local = _local_weights(self.chunks)
+        self._owners = self._find_owners()
 
     # ---- Hugging Face to Megatron
 
@@ -412,15 +470,24 @@ class Bridge:
                 ready.update(zip(weight.hf, self._whole(weight), strict=True))
             yield name, ready.pop(name)
 
+    def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole adapter matrices by the names they have beside Transformers' layers. Collective, as :meth:`export`."""
+        for adapter in self.adapters.values():
+            for weight in (adapter.a, adapter.b):
+                yield from zip(weight.hf, self._whole(weight), strict=True)
+
     @torch.no_grad()
     def _whole(self, weight: Weight) -> list[Tensor]:
-        """The Hugging Face tensors of one weight on every rank."""
+        """The Hugging Face tensors of one weight on every rank, adapters added."""
         stage, dtype = self._owners[weight.megatron.format(expert=0)]
         if self.layout.pp_rank == stage:
             tensors = self._joined_experts(weight) if weight.experts else self._joined(weight)
+            if weight.megatron in self.adapters:
+                tensors = self._merged(tensors, self.adapters[weight.megatron])
         else:
             device = next(iter(self.local.values())).device
-            tensors = [torch.empty(self.shapes[name], dtype=dtype, device=device) for name in weight.hf]
+            shapes = self.shapes | self._adapter_shapes
+            tensors = [torch.empty(shapes[name], dtype=dtype, device=device) for name in weight.hf]
         if self.layout.pp_size > 1:
             source = dist.get_global_rank(self.pp_group, stage)
             tensors = [tensor.contiguous() for tensor in tensors]
@@ -430,8 +497,14 @@ class Bridge:
 
     def _joined(self, weight: Weight) -> list[Tensor]:
         local = self.local[weight.megatron].detach()
-        whole = isinstance(weight.form, Whole)
-        return weight.form.join([local] if whole else _gathered(local, self.tp_group))
+        return weight.form.join([local] if weight.form.replicated else _gathered(local, self.tp_group))
+
+    def _merged(self, tensors: list[Tensor], adapter: AdapterWeights) -> list[Tensor]:
+        a, b = self._joined(adapter.a), self._joined(adapter.b)
+        tensors = list(tensors)
+        for number, index in enumerate(adapter.chosen):
+            tensors[index] = merged(tensors[index], a[number], b[number], adapter.scaling)
+        return tensors
 
     def _joined_experts(self, weight: Weight) -> list[Tensor]:
         local = torch.stack([tensor.detach() for _, tensor in self._held(weight)])
@@ -442,16 +515,21 @@ class Bridge:
 
 def _local_weights(chunks: Sequence[Any]) -> dict[str, Tensor]:
     """Parameters and stored buffers of this rank's pieces, with layers counted over the whole model."""
-    found: dict[str, Tensor] = {}
-    for chunk in chunks:
-        numbers = {f"decoder.layers.{i}.": layer.layer_number - 1 for i, layer in enumerate(chunk.decoder.layers)}
-        for name, tensor in _stored(chunk):
-            for prefix, number in numbers.items():
-                if name.startswith(prefix):
-                    name = f"decoder.layers.{number}.{name.removeprefix(prefix)}"
-                    break
-            found[name] = tensor
-    return found
+    return {_counted(chunk, name): tensor for chunk in chunks for name, tensor in _stored(chunk)}
+
+
+def local_modules(chunks: Sequence[Any]) -> dict[str, nn.Module]:
+    """Modules of this rank's pieces, with layers counted over the whole model."""
+    return {_counted(chunk, name): module for chunk in chunks for name, module in chunk.named_modules()}
+
+
+def _counted(chunk: Any, name: str) -> str:
+    """A name within a piece as it is in the whole model."""
+    prefix = "decoder.layers."
+    if not name.startswith(prefix):
+        return name
+    number, dot, rest = name.removeprefix(prefix).partition(".")
+    return f"{prefix}{chunk.decoder.layers[int(number)].layer_number - 1}{dot}{rest}"
 
 
 def _stored(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

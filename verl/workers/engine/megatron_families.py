@@ -21,6 +21,7 @@ from torch.nn import functional
 from transformers import AutoModel, PreTrainedConfig
 
 from verl.errors import ConfigError
+from verl.models.logprobs import IDENTITY, LogitTransform
 
 #: rotary embeddings whose frequencies do not depend on the length of the sequence at hand
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
@@ -45,6 +46,10 @@ _RESERVED = frozenset(
     }
 )
 
+#: settings of Megatron-core's own attention, and why they say nothing here
+_PACKED = "chooses a kernel of Megatron-core's attention; here attention is always over packed rows, so leave it out"
+_WITHOUT_MEANING = {"attention_backend": _PACKED, "use_flash_attn": _PACKED, "flash_decode": _PACKED}
+
 
 @dataclass(frozen=True)
 class ModelSettings:
@@ -61,6 +66,11 @@ class ModelSettings:
         qk_norm: norms on queries and keys (with ``mla``: on their compressed forms).
         inv_freq: (D/2,) rotary frequencies.
         softmax_scale: factor on the attention scores; None for 1/sqrt(head size).
+        windows: for each layer how many tokens one looks back at, itself included; None for all. Empty: all layers.
+        attention_softcap: c in c*tanh(x/c) of the attention scores; None for no cap.
+        logits: what the model does to its logits.
+        norms_around: the outputs of attention and MLP have norms too, before they are added.
+        local_inv_freq: frequencies of the layers with a window, where these have others.
     """
 
     transformer: dict[str, Any]
@@ -73,6 +83,11 @@ class ModelSettings:
     embedding_scale: float = 1.0
     qk_norm: bool = False
     softmax_scale: float | None = None
+    windows: tuple[int | None, ...] = ()
+    attention_softcap: float | None = None
+    logits: LogitTransform = IDENTITY
+    norms_around: bool = False
+    local_inv_freq: Tensor | None = None
 
 
 def model_settings(config: PreTrainedConfig) -> ModelSettings:
@@ -87,15 +102,27 @@ def model_settings(config: PreTrainedConfig) -> ModelSettings:
             f"the Megatron engine does not know the model type {config.model_type!r}; it knows "
             f"{', '.join(sorted(_FAMILIES))}. Use strategy=fsdp for other models"
         )
-    if getattr(config, "use_sliding_window", False) and getattr(config, "sliding_window", None):
-        raise ConfigError(
-            f"{config.model_type} with sliding-window attention is not known to the Megatron engine; use strategy=fsdp"
-        )
-    return make(config)
+    return dataclasses.replace(make(config), windows=_windows(config))
+
+
+def _windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
+    window = getattr(config, "sliding_window", None)
+    if not window:
+        return ()
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
+        raise ConfigError(f"layers of type {unknown[0]!r} are not known to the Megatron engine; use strategy=fsdp")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def _common(config: PreTrainedConfig, **changes: Any) -> dict[str, Any]:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    if activation not in _ACTIVATIONS:
+        raise ConfigError(
+            f"the activation {activation!r} is not known to the Megatron engine (known: "
+            f"{', '.join(sorted(_ACTIVATIONS))}); use strategy=fsdp"
+        )
     settings = {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
@@ -105,7 +132,7 @@ def _common(config: PreTrainedConfig, **changes: Any) -> dict[str, Any]:
         "kv_channels": head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": config.rms_norm_eps,
-        "activation_func": _ACTIVATIONS[config.hidden_act],
+        "activation_func": _ACTIVATIONS[activation],
         "gated_linear_unit": True,
         "add_bias_linear": False,
         "add_qkv_bias": False,
@@ -192,6 +219,52 @@ def _gemma(config: PreTrainedConfig) -> ModelSettings:
     )
 
 
+def _gemma2(config: PreTrainedConfig) -> ModelSettings:
+    """Gemma 2: norms around blocks, windows in every other layer, soft caps on attention scores and logits."""
+    _refuse_bias(config)
+    _refuse_bidirectional(config)
+    inv_freq, scale = rotary_frequencies(config)
+    return _gemma_since_2(config, inv_freq, scale)
+
+
+def _gemma3(config: PreTrainedConfig) -> ModelSettings:
+    """Gemma 3, text: as Gemma 2 without its caps; norms on queries and keys, and layers with a window turn faster."""
+    _refuse_bias(config)
+    _refuse_bidirectional(config)
+    types = sorted(set(config.layer_types))
+    found = {kind: rotary_frequencies(config, kind) for kind in types}
+    inv_freq, scale = found[types[0]]  # "full_attention", if there are both
+    if len({other for _, other in found.values()}) > 1:
+        raise ConfigError("rotary embeddings of two scales are not known to the Megatron engine; use strategy=fsdp")
+    settings = _gemma_since_2(config, inv_freq, scale, qk_layernorm=True)
+    local = found["sliding_attention"][0] if len(types) > 1 else None
+    return dataclasses.replace(settings, qk_norm=True, local_inv_freq=local)
+
+
+def _gemma_since_2(config: PreTrainedConfig, inv_freq: Tensor, scale: float, **changes: Any) -> ModelSettings:
+    cap = config.final_logit_softcapping
+    return ModelSettings(
+        _common(config, **changes),
+        config.vocab_size,
+        config.tie_word_embeddings,
+        inv_freq,
+        zero_centered_norm=True,
+        embedding_scale=math.sqrt(config.hidden_size),
+        softmax_scale=scale * scale * config.query_pre_attn_scalar**-0.5,
+        # Transformers' Gemma 3 has the key for the attention's cap and does not read it
+        attention_softcap=config.attn_logit_softcapping if config.model_type == "gemma2" else None,
+        logits=IDENTITY if cap is None else LogitTransform(softcap=float(cap)),
+        norms_around=True,
+    )
+
+
+def _refuse_bidirectional(config: PreTrainedConfig) -> None:
+    if getattr(config, "use_bidirectional_attention", None):
+        raise ConfigError(
+            f"{config.model_type} with use_bidirectional_attention=True is no causal model; use strategy=fsdp"
+        )
+
+
 def _deepseek(config: PreTrainedConfig) -> ModelSettings:
     """DeepSeek-V2 and V3: latent attention, shared and routed experts."""
     _refuse_bias(config)
@@ -267,20 +340,29 @@ _FAMILIES: dict[str, Callable[[PreTrainedConfig], ModelSettings]] = {
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
     "llama": _llama,
+    "mistral": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
 }
 
 
-def rotary_frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
+def rotary_frequencies(config: PreTrainedConfig, layer_type: str | None = None) -> tuple[Tensor, float]:
     """(D/2,) frequencies of the rotary embedding and the factor on its sine and cosine, from the family's own module.
+
+    Args:
+        config: of the model.
+        layer_type: of the layers that are meant, in a family whose layers differ.
 
     Raises:
         ConfigError: frequencies that depend on the sequence length.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
+    if layer_type is not None:
+        parameters = parameters[layer_type]
     kind = parameters.get("rope_type", "default")
     if kind not in _STATIC_ROPE:
         raise ConfigError(
@@ -293,7 +375,9 @@ def rotary_frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
         raise ConfigError(f"{module.__name__} has no rotary embedding of its own; use strategy=fsdp")
     with torch.device("cpu"):
         rotary = getattr(module, names[0])(config)
-    return rotary.inv_freq.detach().float(), float(rotary.attention_scaling)
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    frequencies: Tensor = getattr(rotary, f"{prefix}inv_freq")
+    return frequencies.detach().float(), float(getattr(rotary, f"{prefix}attention_scaling"))
 
 
 def _scaled(config: PreTrainedConfig, rotary_scale: float) -> float | None:
@@ -326,6 +410,8 @@ def check_overrides(overrides: Mapping[str, Any], known: set[str]) -> dict[str, 
         ConfigError: a name that it does not have, or a setting that belongs to another key.
     """
     for name in overrides:
+        if name in _WITHOUT_MEANING:
+            raise ConfigError(f"megatron.override_transformer_config.{name}: {_WITHOUT_MEANING[name]}")
         if name not in known:
             near = difflib.get_close_matches(name, sorted(known), 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -16,6 +16,9 @@ from torch import Tensor
 class Form(ABC):
     """A rule between the Hugging Face tensors of one weight and the parts that tensor-parallel ranks hold."""
 
+    #: every rank holds all of it
+    replicated = False
+
     @abstractmethod
     def shard(self, tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
         """The part of one rank."""
@@ -28,6 +31,8 @@ class Form(ABC):
 @dataclass(frozen=True)
 class Whole(Form):
     """Every rank holds all of it."""
+
+    replicated = True
 
     def shard(self, tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
         return tensors[0]
@@ -111,3 +116,57 @@ class GateUp(Form):
         halves = [part.chunk(2) for part in parts]
         gate, up = (torch.cat([half[index] for half in halves]) for index in (0, 1))
         return [torch.cat([gate, up])] if self.stacked else [gate, up]
+
+
+@dataclass(frozen=True)
+class Stacked(Form):
+    """Tensors of equal shape, one below the other; every rank holds all of it."""
+
+    count: int
+    replicated = True
+
+    def shard(self, tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
+        return torch.cat(list(tensors))
+
+    def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return list(parts[0].chunk(self.count))
+
+
+@dataclass(frozen=True)
+class SomeRows(Form):
+    """Some of the tensors that another form puts into one weight, each row where that form has it.
+
+    Attributes:
+        form: of the whole weight.
+        rows: of each of its tensors.
+        chosen: which of the tensors there are.
+    """
+
+    form: Form
+    rows: tuple[int, ...]
+    chosen: tuple[int, ...]
+
+    def owners(self, rank: int, ranks: int) -> Tensor:
+        """(local rows of the whole weight,) from which of its tensors each row comes."""
+        return self.form.shard([torch.full((rows,), i) for i, rows in enumerate(self.rows)], rank, ranks)
+
+    def mine(self, rank: int, ranks: int) -> Tensor:
+        """(local rows of the whole weight,) which of them there are."""
+        return torch.isin(self.owners(rank, ranks), torch.tensor(self.chosen))
+
+    def shard(self, tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
+        everything = [tensors[0].new_zeros(rows, *tensors[0].shape[1:]) for rows in self.rows]
+        for index, tensor in zip(self.chosen, tensors, strict=True):
+            everything[index] = tensor
+        whole = self.form.shard(everything, rank, ranks)
+        return whole[self.mine(rank, ranks).to(whole.device)]
+
+    def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        wholes = []
+        for rank, part in enumerate(parts):
+            mine = self.mine(rank, len(parts)).to(part.device)
+            whole = part.new_zeros(len(mine), *part.shape[1:])
+            whole[mine] = part
+            wholes.append(whole)
+        joined = self.form.join(wholes)
+        return [joined[index] for index in self.chosen]

@@ -1,11 +1,12 @@
 """The parts that this engine puts into Megatron-core's models, and the building of a model from them.
 
 Megatron-core describes a layer by a specification of its modules. Linear layers, experts and the layer itself are
-Megatron-core's (Transformer Engine's where it is installed, on CUDA). Four modules are ours:
+Megatron-core's (Transformer Engine's where it is installed, on CUDA). These modules are ours:
 
 - :class:`PackedAttention`, the core attention: rows without padding, equal prompts stored once, exact on every device;
 - :class:`PackedRotary`, the rotary embedding at given positions;
-- :class:`Norm`, RMS norm as Transformers computes it;
+- :class:`Norm`, RMS norm as Transformers computes it, and :class:`NormedAdd`, one on what a block adds;
+- :class:`RotaryChoice`, attention of models whose layers differ in their rotary embedding;
 - :class:`HiddenStates`, the output layer that leaves the last hidden states as they are, because the engine applies
   the output embedding to the tokens that matter only, and never makes all logits.
 
@@ -16,7 +17,9 @@ it reaches the attention also when a layer is computed again in the backward pas
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,6 +78,11 @@ class PackedAttention(nn.Module):
 
     With context parallelism each rank has a slice of the tokens. Heads are exchanged for tokens before attention and
     back after it (all-to-all), so every rank attends over whole rows with its share of the heads.
+
+    Args:
+        config, layer_number, attn_mask_type, attention_type, attention_dropout, softmax_scale: Megatron-core's.
+        window: tokens that one looks back at, itself included; None for all.
+        softcap: c in c*tanh(x/c) of the scores; None for no cap.
     """
 
     def __init__(
@@ -85,10 +93,14 @@ class PackedAttention(nn.Module):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
         **unused: Any,
     ) -> None:
         super().__init__()
         self.scale = softmax_scale
+        self.window = window
+        self.softcap = softcap
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.cp = config.context_parallel_size
 
@@ -126,11 +138,40 @@ class PackedAttention(nn.Module):
         else:
             q, k, v = (x[:, :, :real] for x in (q, k, v))
         dropout = self.dropout if self.training else 0.0
-        out, _ = varlen_attention(self, q, k, v, plan.causal, dropout=dropout, scaling=self.scale)
+        mask = plan.windowed(self.window)
+        out, _ = varlen_attention(self, q, k, v, mask, dropout=dropout, scaling=self.scale, softcap=self.softcap)
         out = pad(out, (0, 0, 0, 0, 0, padded - real))
         if self.cp > 1:
             out = sharing.to_tokens(out)
         return out.reshape(out.shape[1], 1, -1)
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    *,
+    scaling: float,
+    softcap: float,
+    dropout: float = 0.0,
+) -> tuple[Tensor, None]:
+    """Attention with capped scores, under the name by which :func:`varlen_attention` finds what a module needs.
+
+    Args:
+        query: (B, H, S, D); key and value: the same with H / groups heads.
+        attention_mask: added to the scores, (B or 1, 1, S, S).
+
+    Returns:
+        (B, S, H, D), and None for the weights.
+    """
+    grouped = query.unflatten(1, (key.shape[1], -1))
+    scores = grouped @ key[:, :, None].transpose(-1, -2) * scaling
+    scores = softcap * torch.tanh(scores / softcap) + attention_mask[:, :, None]
+    weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, dropout)
+    return (weights @ value[:, :, None]).flatten(1, 2).transpose(1, 2), None
 
 
 class PackedRotary(nn.Module):
@@ -141,13 +182,15 @@ class PackedRotary(nn.Module):
 
     Args:
         inv_freq: (D/2,) frequencies.
+        local_inv_freq: (D/2,) those of layers with a window, if they have others; their angles come after the first.
         per_head: shape of the angles is (T, 1, 1, D); otherwise (T, 1, D), as latent attention wants it.
     """
 
-    def __init__(self, inv_freq: Tensor, *, per_head: bool = True) -> None:
+    def __init__(self, inv_freq: Tensor, local_inv_freq: Tensor | None = None, *, per_head: bool = True) -> None:
         super().__init__()
         self.inv_freq: Tensor
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        both = [f for f in (inv_freq, local_inv_freq) if f is not None]
+        self.register_buffer("inv_freq", torch.cat([f.repeat(2) for f in both]), persistent=False)
         self.per_head = per_head
 
     def get_rotary_seq_len(
@@ -167,8 +210,23 @@ class PackedRotary(nn.Module):
     def forward(self, positions: Tensor, **unused: Any) -> Tensor:
         """Angles of each token, each frequency twice."""
         angles = torch.outer(positions.float(), self.inv_freq)
-        angles = torch.cat((angles, angles), dim=-1)
         return angles[:, None, None] if self.per_head else angles[:, None]
+
+
+class RotaryChoice(SelfAttention):
+    """Attention that takes its angles from those of two kinds of layers.
+
+    Args:
+        local: take the second half of the angles, for layers with a window.
+    """
+
+    def __init__(self, *args: Any, local: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.local = local
+
+    def forward(self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:
+        """As Megatron-core's, with (T, 1, 1, 2 D) angles."""
+        return super().forward(*args, rotary_pos_emb=rotary_pos_emb.chunk(2, -1)[int(self.local)], **kwargs)
 
 
 class Norm(nn.Module):
@@ -195,6 +253,29 @@ class ZeroCenteredNorm(Norm):
     """Gemma's norm."""
 
     zero_centered = True
+
+
+class NormedAdd(nn.Module):
+    """The end of a block whose output is normed before it is added to the residual.
+
+    Args:
+        config: of the model.
+        norm: the kind.
+    """
+
+    def __init__(self, config: TransformerConfig, norm: type[Norm]) -> None:
+        super().__init__()
+        self.norm = norm(config, config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """The function that Megatron-core's layer calls with the output and its bias, the residual and the dropout."""
+
+        def add(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            x, bias = output
+            normed: Tensor = self.norm(x if bias is None else x + bias)
+            return residual + nn.functional.dropout(normed, dropout, training)
+
+        return add
 
 
 class HiddenStates(ColumnParallelLinear):
@@ -238,7 +319,7 @@ class Model(GPTModel):
 
     def __init__(self, settings: ModelSettings, outputs: int, head_bias: bool, **arguments: Any) -> None:
         super().__init__(**arguments)
-        rotary = PackedRotary(settings.inv_freq, per_head=not settings.mla)
+        rotary = PackedRotary(settings.inv_freq, settings.local_inv_freq, per_head=not settings.mla)
         if settings.mla:
             for layer in self.decoder.layers:
                 attention = layer.self_attention
@@ -395,16 +476,22 @@ def _block_spec(
     layers = []
     for layer in range(first, first + count):
         experts = bool(settings.moe_layers) and settings.moe_layers[layer]
-        layers.append(_layer_spec(settings, config, backend, norm, experts))
+        window = settings.windows[layer] if settings.windows else None
+        layers.append(_layer_spec(settings, config, backend, norm, experts, window))
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def _layer_spec(
-    settings: ModelSettings, config: TransformerConfig, backend: BackendSpecProvider, norm: type[Norm], experts: bool
+    settings: ModelSettings,
+    config: TransformerConfig,
+    backend: BackendSpecProvider,
+    norm: type[Norm],
+    experts: bool,
+    window: int | None,
 ) -> ModuleSpec:
     column, row = backend.column_parallel_linear(), backend.row_parallel_linear()
     qk_norm = norm if settings.qk_norm else IdentityOp
-    causal = {"attn_mask_type": AttnMaskType.causal}
+    causal: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
     if settings.mla:
         attention = ModuleSpec(
             module=MLASelfAttention,
@@ -422,12 +509,13 @@ def _layer_spec(
             ),
         )
     else:
+        two = settings.local_inv_freq is not None
         attention = ModuleSpec(
-            module=SelfAttention,
-            params=causal,
+            module=RotaryChoice if two else SelfAttention,
+            params=causal | {"local": window is not None} if two else causal,
             submodules=SelfAttentionSubmodules(
                 linear_qkv=column,
-                core_attention=PackedAttention,
+                core_attention=partial(PackedAttention, window=window, softcap=settings.attention_softcap),
                 linear_proj=row,
                 q_layernorm=qk_norm,
                 k_layernorm=qk_norm,
@@ -439,14 +527,17 @@ def _layer_spec(
         )
     else:
         mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
+    add = get_bias_dropout_add
+    if settings.norms_around:
+        add = ModuleSpec(module=NormedAdd, params={"config": config, "norm": norm})
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=add,
             pre_mlp_layernorm=norm,
             mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=add,
         ),
     )

@@ -3,7 +3,8 @@
 A directory has the same shape as the FSDP2 engine's (:mod:`verl.workers.engine.state`): ``extra/``, ``huggingface/``
 and the marker ``engine.json``, which is written last. Weights and optimizer state are in ``model/`` and
 ``optimizer/``, each a directory of Megatron-core's ``dist_checkpointing``: tensors of the whole model under Megatron's
-names, of which every rank reads its part, however the model is divided now.
+names, of which every rank reads its part, however the model is divided now. With low-rank adapters ``model/`` holds
+only what trains, and ``lora_adapter/`` the adapters in PEFT's format.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl.errors import CheckpointError
 from verl.models.loading import quiet_transformers, resolve_model_dir
+from verl.models.lora import save_adapter
 from verl.utils.seeding import plain_rng_state, set_plain_rng_state
+from verl.workers.engine.megatron_optim import inner_optimizers, materialise
 from verl.workers.engine.megatron_parallel import construction
 from verl.workers.engine.state import (
+    ADAPTER_DIR,
     FORMAT_VERSION,
     MARKER,
     check_contents,
@@ -81,9 +85,16 @@ def save(engine: MegatronEngine, path: Path, contents: frozenset[str]) -> None:
         )
     if "hf_model" in contents:
         export_hf(engine, path / "huggingface")
+    adapter: dict[str, Tensor] = {}
+    if "model" in contents and engine.lora is not None:
+        for name, tensor in engine.bridge.export_adapters():
+            if rank == 0:
+                adapter[name] = tensor.to("cpu", copy=True)
 
     def finish() -> None:
         if rank == 0:
+            if engine.lora is not None and adapter:
+                save_adapter(adapter, engine.lora, str(engine.model_config.path), path / ADAPTER_DIR)
             marker = {
                 "format": FORMAT_VERSION,
                 "engine": "megatron",
@@ -91,6 +102,7 @@ def save(engine: MegatronEngine, path: Path, contents: frozenset[str]) -> None:
                 "world_size": world,
                 "contents": sorted(contents),
                 "parameters": len(engine.bridge.shapes),
+                "lora": _lora_marker(engine),
                 "distributed_optimizer": engine.megatron_config.use_distributed_optimizer,
             }
             (path / MARKER).write_text(json.dumps(marker, indent=1))
@@ -120,8 +132,8 @@ def load(engine: MegatronEngine, path: Path, contents: frozenset[str]) -> None:
         def read(_: Any, load: Any) -> None:
             state = load(_optimizer(engine, loading=True), str(path / "optimizer"))
             engine.optimizer.load_state_dict(state["optimizer"])
-            for optimizer in engine.optimizer.chained_optimizers:
-                for values in getattr(optimizer.optimizer, "state", {}).values():
+            for inner in inner_optimizers(engine.optimizer):
+                for values in inner.state.values():
                     if isinstance(values.get("step"), Tensor):  # Megatron-core gives one counter to all parameters
                         values["step"] = values["step"].clone()
 
@@ -148,7 +160,7 @@ def load_weights(engine: MegatronEngine, path: Path) -> None:
     def read(_: Any, load: Any) -> None:
         state = load(_weights(engine), str(path / "model"))
         for number, model in enumerate(engine.models):
-            model.load_state_dict(state[f"model{number}"], strict=True)
+            model.load_state_dict(state.get(f"model{number}", {}), strict=engine.lora is None)
 
     _megatron(engine, "read", path / "model", read)
 
@@ -195,6 +207,11 @@ def _checked_marker(engine: MegatronEngine, path: Path, contents: frozenset[str]
             f"{path} holds {marker['contents']} and not {lacking}; drop them from checkpoint.load_contents or choose "
             "another checkpoint"
         )
+    if "model" in contents and marker.get("lora") != _lora_marker(engine):
+        raise CheckpointError(
+            f"{path} was saved with adapters {marker.get('lora')}, this run has {_lora_marker(engine)}; set "
+            "model.lora_rank, lora_alpha and target_modules as they were"
+        )
     distributed = engine.megatron_config.use_distributed_optimizer
     if "optimizer" in contents and marker["distributed_optimizer"] != distributed:
         raise CheckpointError(
@@ -204,31 +221,31 @@ def _checked_marker(engine: MegatronEngine, path: Path, contents: frozenset[str]
     return marker
 
 
+def _lora_marker(engine: MegatronEngine) -> dict[str, Any] | None:
+    lora = engine.lora
+    return None if lora is None else {"rank": lora.rank, "alpha": lora.alpha}
+
+
 def _weights(engine: MegatronEngine) -> dict[str, Any]:
-    return {f"model{i}": model.sharded_state_dict(metadata=dict(_METADATA)) for i, model in enumerate(engine.models)}
+    """What ``model/`` holds, piece by piece: all weights, or with adapters those that train."""
+    # layers may differ in their adapters; then each has names of its own
+    metadata = _METADATA if engine.lora is None else _METADATA | {"non_homogeneous_layers": True}
+    weights = {}
+    for number, model in enumerate(engine.models):
+        parts = model.sharded_state_dict(metadata=dict(metadata))
+        if engine.lora is not None:
+            parts = {n: p for n, p in parts.items() if isinstance(p.data, nn.Parameter) and p.data.requires_grad}
+        weights[f"model{number}"] = parts
+    return weights
 
 
 def _optimizer(engine: MegatronEngine, *, loading: bool = False) -> dict[str, Any]:
-    _materialise(engine)
+    materialise(engine.optimizer)
     weights = _weights(engine)
     if len(engine.models) == 1:
         weights = {"model": weights["model0"]}
     state = engine.optimizer.sharded_state_dict(weights, is_loading=loading, metadata=dict(_METADATA))
     return {"optimizer": state}
-
-
-def _materialise(engine: MegatronEngine) -> None:
-    """Make the state tensors of an optimizer that has not stepped yet."""
-    for optimizer in engine.optimizer.chained_optimizers:
-        inner = optimizer.optimizer
-        if not isinstance(inner, torch.optim.Optimizer):
-            continue
-        for parameter in (p for group in inner.param_groups for p in group["params"]):
-            state = inner.state[parameter]
-            if not state:
-                state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                if isinstance(inner, torch.optim.AdamW):  # others count steps per group
-                    state["step"] = torch.tensor(0.0)
 
 
 def _megatron(engine: MegatronEngine, verb: str, directory: Path, action: Callable[[Any, Any], None]) -> None:
