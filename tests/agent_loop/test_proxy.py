@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AddedToken, AutoModelForCausalLM
 
 from tests.agent_loop.script import TOKENIZER, Script, Scripted, config, ids_of, row, text_of
 from tests.agent_loop.script import run as run_rows
+from tests.fixtures.tiny import make_tokenizer
 from verl.agent_loop import EngineGenerator, proxy_server, proxy_session
 from verl.agent_loop.batch import Row, Trajectory
 from verl.agent_loop.metrics import agent_metrics
@@ -24,6 +25,7 @@ from verl.agent_loop.runner import AgentLoopRunner
 from verl.config import AgentConfig, ModelConfig
 from verl.config.multi_turn import OpenAIAgentConfig
 from verl.errors import ConfigError
+from verl.tools.parsers import PARSERS
 from verl.utils.dynamic_import import load_module
 from verl.utils.tokenizer import load_tokenizer
 from verl.workers.rollout.base import Completion, GenerationRequest
@@ -355,6 +357,26 @@ def test_calls_that_are_none_and_calls_that_are_not_wanted(programs: Programs) -
     (trajectory,) = programs.run(agent, said)
     assert trajectory.aborted is None, trajectory.info
     assert trajectory.info["counts"] == {"tool_failures/malformed_call": 1}
+
+
+def test_calls_whose_marks_are_special_tokens(programs: Programs) -> None:
+    tokenizer = make_tokenizer(4096)
+    marks = PARSERS["deepseek"].marks
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in marks])
+    begin, end, opened, closed, separator = marks
+    said = f'so{begin}{opened}add{separator}{{"a": 2, "b": 3}}{closed}{end}<|end|>'
+
+    class Special(Scripted):
+        async def generate(self, request: GenerationRequest, *, session: str | None = None) -> Completion:
+            answered = "<|tool|>5" in tokenizer.decode(request.prompt_ids)
+            ids = tokenizer("it is 5<|end|>" if answered else said, add_special_tokens=False)["input_ids"]
+            return Completion(ids, [-0.1] * len(ids), "stop", 4)
+
+    runner = programs.runner(sum_with_tool, tokenizer, multi_turn={"format": "deepseek"})
+    (trajectory,) = run_rows(runner, Special(lambda text: ""))
+    assert trajectory.aborted is None
+    assert trajectory.output.reward_score == 1.0
+    assert tokenizer.decode(trajectory.output.response_ids).startswith(said)
 
 
 def test_what_is_being_sampled_is_given_up_with_its_trajectory(programs: Programs) -> None:

@@ -38,6 +38,7 @@ DEEPSEEK_CALLS = (
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 )
 WRITTEN = {
+    "llama3_json": '<|python_tag|>{"name": "find", "parameters": {}}; {"name": "find", "parameters": {}}',
     "hermes": "<tool_call>\n{}\n</tool_call>\n<tool_call>{}</tool_call>",
     "deepseek": DEEPSEEK_CALLS,
     "kimi": (

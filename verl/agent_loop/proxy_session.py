@@ -15,6 +15,7 @@ from verl.agent_loop.conversation import Conversation, HistoryRewritten, open_co
 from verl.data.chat import Message, as_messages
 from verl.errors import DataError, RolloutError
 from verl.tools.parsers import PARSERS, BrokenCall, ToolParser
+from verl.utils.tokenizer import text_without_specials
 from verl.workers.rollout.base import Completion, SamplingParams
 from verl.workers.rollout.openai_api import ChatBody, Choice
 from verl.workers.rollout.openai_protocol import ApiError, Call, parse_call, parse_chat
@@ -197,31 +198,29 @@ class ProxySession:
     def _said(self, call: Call, completion: Completion, ids: list[int], parser: ToolParser | None) -> Choice:
         """Add a turn of the model; returns it as the program gets it."""
         assert self.conversation is not None
-        text = self._plain(completion)
+        marks = parser.marks if parser is not None else ()
+        text = self._text(completion, marks)
         stopped = _before(text, call.stop) != text
         if stopped:
-            completion = self._cut(completion, call.stop)  # the tokens behind the text are as good as never sampled
-            text = _before(self._plain(completion), call.stop)
-        raw = _before(self.conversation.add_sampled(completion), call.stop)
+            completion = self._cut(completion, call.stop, marks)  # tokens behind it are as good as never sampled
+            text = _before(self._text(completion, marks), call.stop)
+        self.conversation.add_sampled(completion)
         self.turns += 1
         if parser is not None:
-            calls = parser.parse(raw).calls
-            broken = sum(isinstance(item, BrokenCall) for item in calls)
+            broken = sum(isinstance(item, BrokenCall) for item in parser.parse(text).calls)
             if broken:
                 self.context.trace.counts["tool_failures/malformed_call"] += broken
-            elif calls:
-                text = raw  # formats whose marks are special tokens need to see them
         return Choice(0, ids, completion, text, "stop" if stopped else completion.finish_reason)
 
-    def _plain(self, completion: Completion) -> str:
-        return str(self.context.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+    def _text(self, completion: Completion, marks: Sequence[str]) -> str:
+        return text_without_specials(self.context.tokenizer, completion.token_ids, keep=marks)
 
-    def _cut(self, completion: Completion, stops: Sequence[str]) -> Completion:
+    def _cut(self, completion: Completion, stops: Sequence[str], marks: Sequence[str]) -> Completion:
         """The shortest beginning of a completion that contains a stop text."""
         low, high = 1, len(completion.token_ids)
         while low < high:
             middle = (low + high) // 2
-            text = self._plain(replace(completion, token_ids=completion.token_ids[:middle]))
+            text = self._text(replace(completion, token_ids=completion.token_ids[:middle]), marks)
             low, high = (low, middle) if _before(text, stops) != text else (middle + 1, high)
         return replace(
             completion,

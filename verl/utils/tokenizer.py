@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,16 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False, **kwargs: 
         raise ConfigError(f"cannot load a tokenizer from {what}: {error}") from error
     set_pad_token(tokenizer)
     return tokenizer
+
+
+def text_without_specials(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], keep: Collection[str] = ()) -> str:
+    """The text of tokens as a reader gets it: without special tokens, but for those in ``keep``."""
+    if keep:
+        added = tokenizer.added_tokens_decoder
+        special = {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
+        hidden = special - {number for number, token in added.items() if token.content in keep}
+        ids = [number for number in ids if number not in hidden]
+    return str(tokenizer.decode(list(ids), skip_special_tokens=not keep))
 
 
 def set_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
@@ -14,14 +14,16 @@ from urllib.request import urlopen
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AddedToken, AutoModelForCausalLM
 
 from tests.fixtures.tiny import make_tokenizer
+from tests.tools.test_parsers import FIND, OURS, SCHEMAS, written
 from tests.workers.rollout.helpers import weights_of
 from tests.workers.rollout.served import load, replicas
 from tests.workers.rollout.test_server import Here
 from verl.config import ModelConfig, RolloutConfig
 from verl.errors import RolloutError
+from verl.tools.parsers import PARSERS
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
 from verl.workers.rollout.openai_api import ApiSettings, OpenAIEndpoint
 from verl.workers.rollout.server import RolloutServer, ServerSpec
@@ -68,10 +70,11 @@ def real(tiny_model_dir: str) -> Iterator[tuple[Any, RolloutServer]]:
 
 
 class Scripted:
-    """A backend whose model always writes the same text and then stops."""
+    """A backend whose model always writes the same text and then stops; ``special`` are special tokens."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, special: Sequence[str] = ()) -> None:
         self.tokenizer = make_tokenizer()
+        self.tokenizer.add_tokens([AddedToken(token, special=True) for token in special])
         self.tokens = [*self.tokenizer.encode(text), self.tokenizer.eos_token_id]
         self.requests: list[tuple[GenerationRequest, str | None]] = []
 
@@ -83,9 +86,16 @@ class Scripted:
 
 
 @contextmanager
-def scripted(text: str, default_max_tokens: int = 300) -> Iterator[tuple[Any, Scripted]]:
-    backend = Scripted(text)
-    endpoint = OpenAIEndpoint(backend, backend.tokenizer, ApiSettings("policy", default_max_tokens, 400))
+def scripted(
+    text: str,
+    default_max_tokens: int = 300,
+    max_model_len: int = 400,
+    tool_format: str = "hermes",
+    special: Sequence[str] = (),
+) -> Iterator[tuple[Any, Scripted]]:
+    backend = Scripted(text, special)
+    settings = ApiSettings("policy", default_max_tokens, max_model_len, tool_format)
+    endpoint = OpenAIEndpoint(backend, backend.tokenizer, settings)
     with in_thread(endpoint.start) as url:
         yield client_of(url), backend
 
@@ -222,6 +232,37 @@ def test_calls_of_tools_come_as_such() -> None:
         (plain,) = client.chat.completions.create(model="policy", messages=CHAT).choices
         assert plain.message.tool_calls is None
         assert CALL in plain.message.content
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["special tokens", "ordinary text"])
+@pytest.mark.parametrize("name", OURS)
+def test_calls_in_every_format_whatever_its_marks_are_for_the_tokenizer(name: str, special: bool) -> None:
+    marks = PARSERS[name].marks
+    if not special and not all(mark.isascii() for mark in marks):
+        pytest.skip("the test's tokenizer has no token for other characters")
+    # the last token before the end is special too, and no mark: nobody sees it
+    text = f"{written(name)}<|note|>"
+    tools = [{"type": "function", "function": {"name": "find", "parameters": SCHEMAS["find"]}}]
+    asked = {"model": "policy", "messages": CHAT, "tools": tools}
+    with scripted(text, 700, 1100, name, ["<|note|>", *(marks if special else ())]) as (client, _):
+        (choice,) = client.chat.completions.create(**asked).choices
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        found = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
+        assert found == [(FIND.name, FIND.arguments)] * 2
+
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+        assert "".join(chunk.delta.content or "" for chunk in chunks) == ""
+        calls = [call.function for chunk in chunks for call in chunk.delta.tool_calls or []]
+        assert [(call.name, json.loads(call.arguments)) for call in calls] == found
+
+
+def test_harmony_answers_are_the_final_channel() -> None:
+    text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>six"
+    with scripted(text, tool_format="gpt-oss", special=PARSERS["gpt-oss"].marks) as (client, _):
+        (choice,) = client.chat.completions.create(model="policy", messages=CHAT, tools=TOOLS).choices
+        assert (choice.message.content, choice.finish_reason) == ("six", "stop")
+        chunks = client.chat.completions.create(model="policy", messages=CHAT, tools=TOOLS, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "six"
 
 
 def test_what_is_no_call_stays_text() -> None:

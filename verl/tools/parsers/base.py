@@ -67,6 +67,8 @@ class ToolParser(ABC):
 
     #: what a call begins with, wherever it stands; empty where only the whole turn shows whether it has calls
     openings: ClassVar[tuple[str, ...]] = ()
+    #: what calls are written with that may be special tokens of a tokenizer: text for the parser keeps them
+    marks: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, parameters: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self.parameters = dict(parameters or {})

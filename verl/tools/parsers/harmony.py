@@ -18,6 +18,8 @@ class HarmonyParser(ToolParser):
     stand before the channel. Messages of the channel ``final`` are the content.
     """
 
+    marks = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, "<|end|>", "<|call|>", "<|return|>")
+
     def parse(self, text: str) -> ParsedTurn:
         content: list[str] = []
         calls: list[ToolCall | BrokenCall] = []

@@ -24,6 +24,7 @@ class HermesParser(BracketedParser):
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
     openings = (OPEN,)
+    marks = (OPEN, CLOSE)
 
     def call(self, body: str) -> ToolCall | BrokenCall:
         return call_from_json(body)
@@ -36,6 +37,7 @@ class Llama3JsonParser(ToolParser):
     """
 
     TAG = "<|python_tag|>"
+    marks = (TAG,)
 
     def parse(self, text: str) -> ParsedTurn:
         before, tagged, rest = text.partition(self.TAG)
@@ -79,6 +81,7 @@ class DeepSeekParser(BracketedParser):
     BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     OPEN, CLOSE, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
     openings = (BEGIN, OPEN)
+    marks = (BEGIN, END, OPEN, CLOSE, SEPARATOR)
 
     def call(self, body: str) -> ToolCall | BrokenCall:
         kind, found, rest = body.partition(self.SEPARATOR)
@@ -99,6 +102,7 @@ class KimiParser(BracketedParser):
     BEGIN, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     OPEN, CLOSE, SEPARATOR = "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"
     openings = (BEGIN, OPEN)
+    marks = (BEGIN, END, OPEN, CLOSE, SEPARATOR)
 
     def call(self, body: str) -> ToolCall | BrokenCall:
         name, found, arguments = body.partition(self.SEPARATOR)

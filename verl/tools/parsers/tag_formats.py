@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import ClassVar
 
 from verl.tools.parsers.base import BracketedParser, BrokenCall, ToolCall, register_parser
 
@@ -12,6 +13,7 @@ class _Tagged(BracketedParser):
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
     openings = (OPEN,)
+    marks: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
 
 
 @register_parser("qwen3_coder")
@@ -48,6 +50,8 @@ class Qwen3CoderParser(_Tagged):
 @register_parser("glm")
 class GLMParser(_Tagged):
     """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...</tool_call>``; of GLM-4.5 and later."""
+
+    marks = (*_Tagged.marks, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
     def call(self, body: str) -> ToolCall | BrokenCall:
         name, found, rest = body.partition("<arg_key>")

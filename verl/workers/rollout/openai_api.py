@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from verl.errors import ConfigError, ReplicaError, RolloutError
 from verl.tools.parsers import PARSERS, BrokenCall, ToolCall, ToolParser, length_before
+from verl.utils.tokenizer import text_without_specials
 from verl.workers.rollout.base import Completion, GenerationRequest
 from verl.workers.rollout.openai_protocol import (
     ApiError,
@@ -163,7 +164,7 @@ class OpenAIEndpoint:
         ]
         if call.stream:
             return await self._stream(request, call, choices, form)
-        await asyncio.gather(*(self._finish(call, choice) for choice in choices))
+        await asyncio.gather(*(self._finish(call, choice, form.marks) for choice in choices))
         answer = {**envelope(form.kind, self.settings.model), "choices": [form.whole(choice) for choice in choices]}
         answer["usage"] = usage_of(choices, call.n)
         if call.token_ids:
@@ -187,12 +188,12 @@ class OpenAIEndpoint:
 
     # -- sampling
 
-    async def _finish(self, call: Call, choice: Choice) -> None:
-        async for _ in self._pieces(call, choice):
+    async def _finish(self, call: Call, choice: Choice, marks: Sequence[str]) -> None:
+        async for _ in self._pieces(call, choice, marks):
             pass
 
-    async def _pieces(self, call: Call, choice: Choice) -> AsyncIterator[str]:
-        """Let a choice grow to its end; yields the new text of each piece."""
+    async def _pieces(self, call: Call, choice: Choice, marks: Sequence[str]) -> AsyncIterator[str]:
+        """Let a choice grow to its end; yields the new text of each piece, in which ``marks`` are kept."""
         sampling = call.sampling_of(choice.index % call.n)
         name = f"http-{uuid.uuid4().hex}"
         piece = _FIRST_PIECE if call.stream else _LARGEST_PIECE
@@ -211,7 +212,7 @@ class OpenAIEndpoint:
             )
             done = got.finish_reason != "length" or len(got.token_ids) >= sampling.max_tokens
             choice.completion = got
-            text, cut = self._text(call, got, done)
+            text, cut = self._text(call, got, done, marks)
             new, choice.text = text[len(choice.text) :], text
             if cut:
                 choice.finish_reason = "stop"
@@ -223,12 +224,12 @@ class OpenAIEndpoint:
                 return
             piece = min(2 * piece, _LARGEST_PIECE)
 
-    def _text(self, call: Call, completion: Completion, done: bool) -> tuple[str, bool]:
+    def _text(self, call: Call, completion: Completion, done: bool, marks: Sequence[str]) -> tuple[str, bool]:
         """Text that is certain by now, and whether a stop text ended it."""
         ids = completion.token_ids
         if completion.finish_reason == "stop" and ids[-1] in call.sampling.stop_token_ids:
             ids = ids[:-1]
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        text = text_without_specials(self.tokenizer, ids, keep=marks)
         found = [place for stop in call.stop if (place := text.find(stop)) >= 0]
         if found:
             return text[: min(found)], True
@@ -249,7 +250,7 @@ class OpenAIEndpoint:
 
         async def feed(choice: Choice) -> None:
             sent = 0
-            async for _ in self._pieces(call, choice):
+            async for _ in self._pieces(call, choice, form.marks):
                 for chunk in form.chunks(choice, sent):
                     await queue.put(chunk)
                 sent = len(choice.completion.token_ids)
@@ -293,6 +294,8 @@ class _Body(Protocol):
 
     kind: str
     chunk_kind: str
+    #: special tokens that stay in the text of a choice
+    marks: tuple[str, ...]
 
     def whole(self, choice: Choice) -> dict[str, Any]: ...
 
@@ -305,6 +308,7 @@ class _TextBody:
     """Choices of ``/v1/completions``."""
 
     kind = chunk_kind = "text_completion"
+    marks: tuple[str, ...] = ()
 
     def __init__(self, token_text: Callable[[int], str], call: Call) -> None:
         self.token_text = token_text
@@ -348,6 +352,7 @@ class ChatBody:
         self.token_text = token_text
         self.call = call
         self.parser = parser
+        self.marks = parser.marks if parser is not None else ()
         self._sent: dict[int, int] = {}
 
     def whole(self, choice: Choice) -> dict[str, Any]:
@@ -382,6 +387,10 @@ class ChatBody:
         if self.parser is None:
             return choice.text, [], choice.finish_reason
         turn = self.parser.parse(choice.text)
+        # white space before the text may have been streamed already
+        lead = choice.text[: len(choice.text) - len(choice.text.lstrip())] if turn.content else ""
+        if not turn.calls and any(mark in choice.text for mark in self.marks):
+            return lead + turn.content, [], choice.finish_reason  # marks of something else than calls
         if not turn.calls or any(isinstance(item, BrokenCall) for item in turn.calls):
             return choice.text, [], choice.finish_reason  # a call that is none stays what the model wrote
         calls = [
@@ -393,8 +402,6 @@ class ChatBody:
             for item in turn.calls
             if isinstance(item, ToolCall)
         ]
-        # white space before the text has been streamed already
-        lead = choice.text[: len(choice.text) - len(choice.text.lstrip())] if turn.content else ""
         return lead + turn.content, calls, "tool_calls" if choice.finish_reason == "stop" else choice.finish_reason
 
     def _entry(
