@@ -60,15 +60,24 @@ def compute_score(
     return {"score": score, "acc": score >= 1.0, "pred": answer or ""}
 
 
-@cache
-def _scorer(task: str) -> Any:
+def reasoning_gym_package() -> Any:
+    """The package ``reasoning_gym``.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
         import reasoning_gym
     except ImportError as error:
         raise ConfigError(
-            "reasoning_gym tasks need the package reasoning-gym; install it with: pip install 'verl[examples]'"
+            "reasoning_gym tasks need the package reasoning-gym; install it with: pip install 'verl[reasoning-gym]'"
         ) from error
+    return reasoning_gym
+
+
+@cache
+def _scorer(task: str) -> Any:
     try:
-        return reasoning_gym.get_score_answer_fn(task)
+        return reasoning_gym_package().get_score_answer_fn(task)
     except (KeyError, ValueError) as error:
         raise ConfigError(f"reasoning-gym has no task {task!r}: {error}") from error
