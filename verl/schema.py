@@ -179,6 +179,7 @@ _TABLE = (
     Field("agent_info", _ROW, OBJECT, "agent loop", "metrics", "Times, counts and failures of a trajectory."),
     Field("state_hashes", _ROW, OBJECT, "agent loop", "GiGPO", "State in which each turn was taken."),
     Field("tool_rewards", _ROW, OBJECT, "agent loop", "reward", "What tools gave for turns and the trajectory."),
+    Field("player", _ROW, OBJECT, "agent loop", "reward, metrics", "Whose row it is, of several players."),
     Field("interaction_rewards", _ROW, OBJECT, "agent loop", "reward", "What a user or environment gave for turns."),
     Field("multi_modal_inputs", _ROW, OBJECT, "data", "engines", "Processed images and videos of the prompt."),
 )

@@ -11,7 +11,7 @@ import yaml
 
 from tests.agent_loop.script import TOKENIZER, config, row, run, text_of
 from verl.agent_loop.runner import AgentLoopRunner
-from verl.config.multi_turn import OpenAIAgentConfig
+from verl.config.multi_turn import MultiAgentConfig, OpenAIAgentConfig
 from verl.tools.loading import load_tools
 from verl.tools.parsers import PARSERS, ToolCall
 
@@ -71,3 +71,19 @@ def test_the_program_behind_a_base_url(page: list[str]) -> None:
     assert trajectory.aborted is None
     assert trajectory.output.reward_score == 1.0
     assert text_of(trajectory).endswith("<|tool|>5<|end|><|assistant|>it is 5<|end|>")
+
+
+def test_the_duel(page: list[str]) -> None:
+    players = MultiAgentConfig(env="my_duel.py:Duel", players=["first", "second"])
+    runner = AgentLoopRunner(config(agent={"multi_agent": players}), TOKENIZER)
+    numbers = iter(("7", "4"))
+    (trajectory,) = run(runner, lambda text: f"{next(numbers)}<|end|>")
+    assert trajectory.output.extra_fields["turn_scores"] == [1.0]
+    assert trajectory.more[0].extra_fields["turn_scores"] == [-1.0]
+
+
+def test_environments_of_other_packages(page: list[str]) -> None:
+    (listing,) = [block for block in page if "ReasoningGymEnv" in block]
+    Path("worlds.yaml").write_text(listing)
+    runner = AgentLoopRunner(config(multi_turn={"interaction_config_path": "worlds.yaml"}), TOKENIZER)
+    assert list(runner.interactions) == ["sums", "number"]

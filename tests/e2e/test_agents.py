@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,54 @@ def test_agent_loops_on_servers_make_the_trajectories_that_those_in_the_workers_
     assert got == expected
     traces = [json.loads(line) for file in (tmp_path / "traces").glob("agents*.jsonl") for line in file.open()]
     assert len({trace["session"] for trace in traces}) == 16
+
+
+GAME = """
+class Game:
+    def reset(self, players, seed=None, options=None):
+        self.turns = 0
+        return "asks", "ask"
+
+    def step(self, action):
+        self.turns += 1
+        digits = sum(character.isdigit() for character in action)
+        reward = digits / 4 + len(action) / 16
+        rewards = {"asks": reward} if self.turns % 2 else {"answers": -reward}
+        return self.turns % 2, f"{self.turns}", rewards, self.turns == 4
+"""
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_players_of_an_episode_are_trained_each_on_its_own_row(mode: str, run_training: Run, tmp_path: Path) -> None:
+    (tmp_path / "game.py").write_text(GAME)
+    players = f"{R}.agent.multi_agent"
+    rows = run_training(
+        "data.max_prompt_length=48",
+        "data.max_response_length=64",
+        f"{R}.mode={mode}",
+        f"{R}.agent.num_workers=3",
+        f"{players}.env={tmp_path}/game.py:Game",
+        f"{players}.players=[asks,answers]",
+        "trainer.n_gpus_per_node=2",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=2",
+        f"trainer.rollout_data_dir={tmp_path}/samples",
+    )
+    for row in rows:
+        data = row["data"]
+        assert undocumented(data) == []
+        assert data["training/rollout_probs_diff_max"] < 1e-4  # the rows reproduce what was sampled
+        assert data["agent/aborted_fraction"] == 0.0
+        assert data["agent/reported/score/asks"] > 0 > data["agent/reported/score/answers"]
+        assert data["num_turns/max"] == 4
+        assert data["actor/grad_norm"] > 0
+    assert rows[-1]["data"]["val-core/digits/asks/reward/mean@1"] > 0
+    assert rows[-1]["data"]["val-core/digits/answers/reward/mean@1"] < 0
+    samples = [json.loads(line) for line in (tmp_path / "samples" / "1.jsonl").read_text().splitlines()]
+    assert len(samples) == 8 * 2 * 2
+    counts = Counter(sample["uid"] for sample in samples)
+    assert set(counts.values()) == {2}
+    assert {uid.partition("/")[2] for uid in counts} == {"asks", "answers"}
 
 
 PROGRAM = """

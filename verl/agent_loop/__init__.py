@@ -13,6 +13,7 @@ from verl.agent_loop.base import (
 )
 from verl.agent_loop.conversation import Conversation, HistoryRewritten
 from verl.agent_loop.ledger import TokenLedger
+from verl.agent_loop.multi_agent import MultiAgentLoop
 from verl.agent_loop.proxy import OpenAIAgentLoop
 from verl.agent_loop.single_turn import SingleTurnAgentLoop
 from verl.agent_loop.tool_agent import ToolAgentLoop
@@ -25,6 +26,7 @@ __all__ = [
     "Conversation",
     "EngineGenerator",
     "HistoryRewritten",
+    "MultiAgentLoop",
     "OpenAIAgentLoop",
     "SingleTurnAgentLoop",
     "TokenGenerator",

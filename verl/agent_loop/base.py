@@ -151,8 +151,13 @@ class AgentLoopBase(ABC):
         """Raise :class:`ConfigError` or :class:`DataError` for what would fail in every trajectory."""
         return
 
+    @classmethod
+    def nothing(cls, config: RolloutConfig, prompt_ids: Sequence[int]) -> list[AgentLoopOutput]:
+        """The rows of a trajectory that has no result."""
+        return [AgentLoopOutput(list(prompt_ids), [], [], [])]
+
     @abstractmethod
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | Sequence[AgentLoopOutput]:
         """Run the trajectory of one row.
 
         Args:
@@ -160,6 +165,9 @@ class AgentLoopBase(ABC):
             kwargs: the row: ``raw_prompt`` (messages), ``raw_prompt_ids`` (the prompt's tokens as the data set made
                 them), ``tools_kwargs``, ``interaction_kwargs``, ``extra_info``, ``reward_model``, ``data_source``,
                 ``uid``, ``index`` and ``sample_index`` as far as the batch has them.
+
+        Returns:
+            The training row, or several: at most ``rollout.agent.rows_per_sample``, the first with tokens.
         """
 
     async def generate(

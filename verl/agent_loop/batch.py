@@ -37,6 +37,8 @@ ROW_FIELDS = (
 
 
 _LIMIT = "agent_max_failed_fraction"
+#: column with the further rows of trajectories, and what they will be padded with
+MORE, PAD = "agent_more", "agent_pad_token_id"
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,13 @@ class Trajectory:
         output: the training row; empty for an aborted one.
         info: numbers for metrics, see :meth:`verl.agent_loop.trace.Trace.summary`.
         aborted: why there is no result; None if there is one.
+        more: its further training rows.
     """
 
     output: AgentLoopOutput
     info: dict[str, Any] = field(default_factory=dict)
     aborted: str | None = None
+    more: Sequence[AgentLoopOutput] = ()
 
 
 def rows_from_batch(batch: DataProto, config: RolloutConfig, *, seed: int, step: int, validate: bool) -> list[Row]:
@@ -102,7 +106,8 @@ def batch_from_trajectories(
     Returns:
         Besides the fields of :func:`verl.workers.rollout.batch.batch_from_completions`: ``aborted`` (B,) bool and the
         columns ``__num_turns__``, ``tool_call_counts``, ``agent_info`` and ``agent_extra``, which :func:`expand_extra`
-        turns into fields of the whole batch.
+        turns into fields of the whole batch. Further rows of trajectories wait in a column for
+        :func:`~verl.agent_loop.rows.expand_rows`.
 
     Raises:
         DataError: a row does not fit.
@@ -138,8 +143,11 @@ def batch_from_trajectories(
         "tool_call_counts": object_array([_calls(trajectory.info) for trajectory in trajectories]),
         "agent_info": object_array([trajectory.info for trajectory in trajectories]),
         "agent_extra": object_array([(output.reward_score, output.extra_fields) for output in outputs]),
+        MORE: object_array([list(trajectory.more) for trajectory in trajectories]),
     }
-    return DataProto.from_dict(tensors=tensors, non_tensors=arrays, meta_info={_LIMIT: max_failed_fraction})
+    return DataProto.from_dict(
+        tensors=tensors, non_tensors=arrays, meta_info={_LIMIT: max_failed_fraction, PAD: pad_token_id}
+    )
 
 
 def expand_extra(batch: DataProto) -> DataProto:
@@ -178,6 +186,7 @@ def expand_extra(batch: DataProto) -> DataProto:
 
 def stop_if_too_many_failed(infos: Sequence[Mapping[str, Any]], limit: float) -> None:
     """Raise :class:`RolloutError` when nothing is left of a batch, or more than ``limit`` of it was aborted."""
+    infos = [info for info in infos if info]  # further rows of a trajectory have none
     failed = [info for info in infos if info["aborted"] is not None]
     if not failed or (len(failed) < len(infos) and len(failed) <= limit * len(infos)):
         return

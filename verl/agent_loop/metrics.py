@@ -19,6 +19,7 @@ def agent_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         ``agent/history_rewrites``; ``agent/engine_idle_fraction``; ``agent/reported/<name>`` for what loops
         return as metrics.
     """
+    infos = [info for info in infos if info]  # further rows of a trajectory have none
     if not infos:
         return {}
     aborted = Counter(info["aborted"] for info in infos if info["aborted"])

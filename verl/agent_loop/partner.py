@@ -59,11 +59,7 @@ class Partner:
         opening = await self._limited("opening", self.interaction.opening(self.session))
         if not opening:
             return list(messages)
-        opening = self._limits.shown(opening)
-        *before, last = messages
-        if last["role"] == "user":
-            return [*before, {**last, "content": f"{last['content']}\n\n{opening}".strip()}]
-        return [*messages, {"role": "user", "content": opening}]
+        return with_opening(messages, self._limits.shown(opening))
 
     async def answer(self, messages: Sequence[Message]) -> tuple[bool, str, float]:
         """Whether the trajectory ends, what the model is told, and the reward of its turn."""
@@ -85,17 +81,35 @@ class Partner:
 
     async def _limited(self, what: str, call: Awaitable[T]) -> T:
         assert self.interaction is not None
-        limit = float(self.interaction.config.get("timeout_s") or self._limits.timeout_s)
-        started = time.time()
-        try:
-            async with asyncio.timeout(limit) as deadline:
-                return await call
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
-            raise RolloutError(
-                f"interaction {self.interaction.name!r} took longer than {limit:g} s ({what}); config.timeout_s "
-                "changes the limit"
-            ) from error
-        finally:
-            self._trace.interacted(f"{self.interaction.name}.{what}", started)
+        seconds = float(self.interaction.config.get("timeout_s") or self._limits.timeout_s)
+        name = self.interaction.name
+        return await limited(
+            call, f"{name}.{what}", seconds, trace=self._trace, about=f"interaction {name!r}", key="config.timeout_s"
+        )
+
+
+def with_opening(messages: Sequence[Message], opening: str) -> list[Message]:
+    """A prompt with what a partner says first: part of the user's last message where that ends the prompt."""
+    *before, last = messages
+    if last["role"] == "user":
+        return [*before, {**last, "content": f"{last['content']}\n\n{opening}".strip()}]
+    return [*messages, {"role": "user", "content": opening}]
+
+
+async def limited(call: Awaitable[T], name: str, seconds: float, *, trace: Trace, about: str, key: str) -> T:
+    """Await a call of somebody outside, which the trace notes as ``name``.
+
+    Raises:
+        RolloutError: it took longer than ``seconds``; the message says so of ``about``, and names the ``key``.
+    """
+    started = time.time()
+    try:
+        async with asyncio.timeout(seconds) as deadline:
+            return await call
+    except TimeoutError as error:
+        if not deadline.expired():
+            raise
+        what = name.rpartition(".")[2]
+        raise RolloutError(f"{about} took longer than {seconds:g} s ({what}); {key} changes the limit") from error
+    finally:
+        trace.interacted(name, started)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.agent_loop.base import (
     AgentContext,
+    AgentLoopBase,
     AgentLoopOutput,
     GenerationAborted,
     LoopSpec,
@@ -21,6 +22,7 @@ from verl.agent_loop.base import (
 )
 from verl.agent_loop.batch import Row, Trajectory, batch_from_trajectories, rows_from_batch
 from verl.agent_loop.conversation import HistoryRewritten
+from verl.agent_loop.rows import PLAYER
 from verl.agent_loop.trace import SpanExporter, Trace, TraceWriter
 from verl.errors import ConfigError, DataError, RolloutError
 from verl.interactions.base import load_interactions
@@ -171,13 +173,13 @@ class AgentLoopRunner:
             template_kwargs=self.template_kwargs,
         )
         aborted, why = None, ""
-        output = AgentLoopOutput(list(row.fields["raw_prompt_ids"]), [], [], [])
+        outputs = self._nothing(spec, row)
         task = asyncio.ensure_future(_run(spec, context, row))
         limit = self.config.agent.timeout_s
         try:
             done, _ = await asyncio.wait({task}, timeout=limit)
             if done:
-                output = task.result()
+                outputs = task.result()
             else:
                 task.cancel()
                 await asyncio.wait({task}, timeout=_GRACE_S)
@@ -191,23 +193,37 @@ class AgentLoopRunner:
             aborted, why = _reason(error), "".join(traceback.format_exception(error))
             logger.warning("trajectory %s was aborted (%s): %s: %s", row.session, aborted, type(error).__name__, error)
         trace.finish(aborted)
-        self._record(trace, output, why)
+        self._record(trace, outputs, why)
+        output, *more = outputs
+        more += [self._nothing(spec, row)[0]] * (self.config.rows_per_sample - len(outputs))
         told = {"error": why[-_MAX_ERROR:]} if why else {}
-        return Trajectory(output, {**output.metrics, **trace.summary(), **told}, aborted)
+        return Trajectory(output, {**output.metrics, **trace.summary(), **told}, aborted, more)
 
-    def _record(self, trace: Trace, output: AgentLoopOutput, why: str) -> None:
+    def _nothing(self, spec: LoopSpec, row: Row) -> list[AgentLoopOutput]:
+        """The rows of a trajectory without a result."""
+        make = getattr(spec.cls, "nothing", AgentLoopBase.nothing)
+        return list(make(self.config, row.fields["raw_prompt_ids"]))
+
+    def _described(self, output: AgentLoopOutput) -> dict[str, Any]:
+        return {
+            "prompt_tokens": len(output.prompt_ids),
+            "response_tokens": len(output.response_ids),
+            "sampled_tokens": sum(output.response_mask),
+            "num_turns": output.num_turns,
+            "policy_versions": output.policy_versions,
+            "reward_score": output.reward_score,
+            "turn_scores": output.extra_fields.get("turn_scores"),
+            "tool_rewards": output.extra_fields.get("tool_rewards"),
+            "response": self.tokenizer.decode(output.response_ids),
+        }
+
+    def _record(self, trace: Trace, outputs: Sequence[AgentLoopOutput], why: str) -> None:
         if self.writer is not None:
-            more = {
-                "prompt_tokens": len(output.prompt_ids),
-                "response_tokens": len(output.response_ids),
-                "sampled_tokens": sum(output.response_mask),
-                "num_turns": output.num_turns,
-                "policy_versions": output.policy_versions,
-                "reward_score": output.reward_score,
-                "turn_scores": output.extra_fields.get("turn_scores"),
-                "tool_rewards": output.extra_fields.get("tool_rewards"),
-                "response": self.tokenizer.decode(output.response_ids),
-            }
+            more = self._described(outputs[0])
+            if len(outputs) > 1:
+                more["rows"] = [
+                    {"player": output.extra_fields.get(PLAYER), **self._described(output)} for output in outputs
+                ]
             self.writer.write(trace.record(**more, **({"error": why} if why else {})))
         if self.spans is not None:
             self.spans.export(trace)
@@ -228,8 +244,21 @@ def build_runner(
     return AgentLoopRunner(rollout, tokenizer, template_kwargs=template_kwargs, name=name)
 
 
-async def _run(spec: LoopSpec, context: AgentContext, row: Row) -> AgentLoopOutput:
-    output = await spec.build(context).run(dict(row.sampling_params), **row.fields)
+async def _run(spec: LoopSpec, context: AgentContext, row: Row) -> list[AgentLoopOutput]:
+    result: Any = await spec.build(context).run(dict(row.sampling_params), **row.fields)
+    outputs = list(result) if isinstance(result, list | tuple) else [result]
+    most = context.config.rows_per_sample
+    if not 1 <= len(outputs) <= most:
+        raise RolloutError(
+            f"the agent loop returned {len(outputs)} rows; between 1 and rollout.agent.rows_per_sample={most} are used"
+        )
+    for output in outputs:
+        _check(output, context.config.response_length)
+    return outputs
+
+
+def _check(output: Any, limit: int) -> None:
+    """Raise :class:`RolloutError` unless an agent loop's output can be trained on."""
     if not isinstance(output, AgentLoopOutput):
         raise RolloutError(f"the agent loop returned {type(output).__name__}, expected AgentLoopOutput")
     if output.response_logprobs is None and any(output.response_mask):
@@ -237,13 +266,11 @@ async def _run(spec: LoopSpec, context: AgentContext, row: Row) -> AgentLoopOutp
             "the agent loop returned no response_logprobs; take them from the completions, as log_probs, and give 0.0 "
             "for tokens that were not sampled"
         )
-    limit = context.config.response_length
     if len(output.response_ids) > limit:
         raise RolloutError(
             f"the agent loop returned {len(output.response_ids)} response tokens, more than "
             f"data.max_response_length={limit}; end a trajectory before that"
         )
-    return output
 
 
 def _reason(error: Exception) -> str:

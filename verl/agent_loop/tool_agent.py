@@ -45,11 +45,7 @@ class ToolAgentLoop(AgentLoopBase):
     def check(cls, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         """Look at the tool-call format and the chat template."""
         PARSERS[config.multi_turn.format]
-        if not getattr(tokenizer, "chat_template", None):
-            raise DataError(
-                "the tokenizer has no chat template, so an agent cannot be shown tools and their answers; use an "
-                "instruct model's tokenizer, or add a chat_template to its tokenizer_config.json"
-            )
+        need_chat_template(tokenizer)
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Run the trajectory of one row, which needs ``raw_prompt``."""
@@ -70,7 +66,7 @@ class ToolAgentLoop(AgentLoopBase):
             trace=context.trace,
         )
         try:
-            conversation = self.begin(await partner.start(_messages(kwargs.get("raw_prompt"))), tools)
+            conversation = self.begin(await partner.start(messages_of_row(kwargs.get("raw_prompt"))), tools)
             scores = await self.converse(conversation, toolbox, partner, sampling_params)
             scores.trajectory = await toolbox.rewards()
         finally:
@@ -190,7 +186,21 @@ class Scores:
         self.states.append(state)
 
 
-def _messages(raw_prompt: Any) -> list[dict[str, Any]]:
+def need_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise :class:`DataError` if conversations cannot be shown to the model."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise DataError(
+            "the tokenizer has no chat template, so an agent cannot be shown tools and their answers; use an instruct "
+            "model's tokenizer, or add a chat_template to its tokenizer_config.json"
+        )
+
+
+def messages_of_row(raw_prompt: Any) -> list[dict[str, Any]]:
+    """The prompt's messages, from a row's ``raw_prompt``.
+
+    Raises:
+        DataError: the row has none.
+    """
     if raw_prompt is None:
         raise DataError("agents need the chat messages of prompts; set data.return_raw_chat=True")
     return as_messages(raw_prompt)

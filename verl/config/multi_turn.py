@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from verl.config.base import Config, opt, section
 
 TRUNCATE_SIDES = ("left", "right", "middle")
 HISTORY_REWRITES = ("refuse", "append")
 TOOL_REWARDS = ("report", "add")
+PLAYER_REWARDS = ("step", "trajectory", "report")
 
 
 @dataclass
@@ -81,19 +83,64 @@ class OpenAIAgentConfig(Config):
 
 
 @dataclass
+class MultiAgentConfig(Config):
+    """Several players in one episode, all of them the policy: the agent loop multi_agent."""
+
+    env: str | None = opt(
+        None,
+        "What makes the environment of an episode, package.module.name or file.py:name; not given = no such episodes.",
+    )
+    env_kwargs: dict[str, Any] = opt({}, "Its arguments; a row's interaction_kwargs.env_kwargs go before.")
+    players: list[str] = opt([], "Names of the players, in the order in which the environment numbers them.")
+    trained: list[str] = opt([], "Players whose turns are trained on; empty = all.")
+    reward: str = opt(
+        "step",
+        "What the environment's rewards are for: step = each counts on the turn that earned it, trajectory = their "
+        "sum is a player's score, report = the reward function sees them.",
+        choices=PLAYER_REWARDS,
+    )
+    timeout_s: float = opt(60.0, "Time limit of one call of the environment, in seconds.", gt=0)
+
+    def problems(self) -> Iterator[str]:
+        if self.env is None:
+            given = [key for key in ("env_kwargs", "players", "trained") if getattr(self, key)]
+            if given:
+                yield f"{given[0]}={getattr(self, given[0])!r}: has no use without an environment; set multi_agent.env"
+            return
+        if len(self.players) < 2 or len(set(self.players)) < len(self.players):
+            yield f"players={self.players}: name at least two players, each once, for example [first,second]"
+        unknown = [name for name in self.trained if name not in self.players]
+        if unknown:
+            yield f"trained={self.trained}: {', '.join(unknown)} is none of the players {', '.join(self.players)}"
+
+    @property
+    def trained_players(self) -> list[str]:
+        """Names of the players whose turns are trained on, in the order of the players."""
+        return [name for name in self.players if not self.trained or name in self.trained]
+
+
+@dataclass
 class AgentConfig(Config):
     """Which agent loop handles a row, and within which limits."""
 
     default_agent_loop: str | None = opt(
         None,
-        "Agent loop of rows without agent_name; not given = openai_agent with openai_agent.path, tool_agent with "
-        "multi_turn.enable, else none: every prompt then gets one response without any agent loop.",
+        "Agent loop of rows without agent_name; not given = openai_agent with openai_agent.path, multi_agent with "
+        "multi_agent.env, tool_agent with multi_turn.enable, else none: every prompt then gets one response without "
+        "any agent loop.",
     )
     agent_loop_config_path: str | None = opt(
         None, "YAML file with agent loops of your own (name, _target_, settings); not given = none."
     )
     openai_agent: OpenAIAgentConfig = section(
         OpenAIAgentConfig, "The program that the agent loop openai_agent runs for each row."
+    )
+    multi_agent: MultiAgentConfig = section(MultiAgentConfig, "Several players in one episode, all of them the policy.")
+    rows_per_sample: int | None = opt(
+        None,
+        "Most training rows that the agent loop of a sample may give, missing ones being filled with rows that count "
+        "nowhere; not given = one for each trained player with multi_agent.env, else 1.",
+        ge=1,
     )
     num_workers: int = opt(8, "Processes that run agent loops beside rollout servers (mode=async).", ge=1)
     max_concurrent: int = opt(1024, "Most trajectories that one process has in progress at a time.", ge=1)
@@ -111,6 +158,10 @@ class AgentConfig(Config):
     def problems(self) -> Iterator[str]:
         if self.default_agent_loop == "openai_agent" and self.openai_agent.path is None:
             yield "default_agent_loop=openai_agent: needs the file of the agent; set agent.openai_agent.path"
+        if self.default_agent_loop == "multi_agent" and self.multi_agent.env is None:
+            yield "default_agent_loop=multi_agent: needs an environment; set agent.multi_agent.env"
+        if self.openai_agent.path is not None and self.multi_agent.env is not None and not self.default_agent_loop:
+            yield "multi_agent.env: there is openai_agent.path too; choose one with agent.default_agent_loop"
         if self.openai_agent.path is not None and self.timeout_s is None:
             yield (
                 f"openai_agent.path={self.openai_agent.path}: an agent may hang, which nothing would end; set "

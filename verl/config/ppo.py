@@ -315,7 +315,7 @@ class PPOConfig(Config):
                 self.reward_model.micro_batch().size,
                 total_key="data.train_batch_size",
                 total=data.train_batch_size,
-                samples=arr.rollout.n,
+                samples=arr.rollout.rows_per_prompt,
                 world=max(1, world // self._ranks_per_row("reward_model")),
             )
         reported: set[str] = set()
@@ -327,7 +327,7 @@ class PPOConfig(Config):
                 role.micro_batch().size,
                 total_key="data.train_batch_size",
                 total=data.train_batch_size,
-                samples=arr.rollout.n,
+                samples=arr.rollout.rows_per_prompt,
                 world=max(1, world // self._ranks_per_row(where)),
             )
             for problem in found:

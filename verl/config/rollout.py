@@ -263,9 +263,24 @@ class RolloutConfig(Config):
             return agent.default_agent_loop
         if agent.openai_agent.path is not None:
             return "openai_agent"
+        if agent.multi_agent.env is not None:
+            return "multi_agent"
         if self.multi_turn.enable:
             return "tool_agent"
         return "single_turn_agent" if agent.agent_loop_config_path is not None else None
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Training rows that each sample gives."""
+        agent = self.agent
+        if agent.rows_per_sample is not None:
+            return agent.rows_per_sample
+        return len(agent.multi_agent.trained_players) if agent.multi_agent.env is not None else 1
+
+    @property
+    def rows_per_prompt(self) -> int:
+        """Training rows that the samples of a prompt give together; mini-batches count prompts."""
+        return self.n * self.rows_per_sample
 
     def problems(self) -> Iterator[str]:
         if self.name not in ENGINES:

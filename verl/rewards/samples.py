@@ -23,6 +23,7 @@ AGENT_COLUMNS = {
     "tool_rewards": "tool_rewards",
     "tool_call_counts": "tool_call_counts",
     "interaction_rewards": "interaction_rewards",
+    "player": "player",
 }
 
 

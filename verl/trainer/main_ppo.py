@@ -160,7 +160,8 @@ class TaskRunner:
         from verl.trainer.ppo.group_filter import GroupFilter
         from verl.trainer.ppo.sources import SyncSource
 
-        algorithm, n = self.config.algorithm, self.config.actor_rollout_ref.rollout.n
+        algorithm, section = self.config.algorithm, self.config.actor_rollout_ref.rollout
+        n = section.n
         source = SyncSource(
             dataloader,
             rollout,
@@ -174,7 +175,7 @@ class TaskRunner:
             return source
         return GroupFilter(
             source,
-            groups=self.config.data.train_batch_size,
+            groups=self.config.data.train_batch_size * section.rows_per_sample,
             n=n,
             metric=chosen.metric,
             max_batches=chosen.max_num_gen_batches,

@@ -171,10 +171,10 @@ def _tokens(role: _Role, config: PPOConfig, micro: MicroBatch, world: int) -> tu
     """Tokens and response tokens of a full micro-batch on one rank, all samples at their longest."""
     sequence = max(1, role.fsdp.ulysses_sequence_parallel_size)
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.n * sequence // world
+    samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.rows_per_prompt * sequence // world
     if role.update is micro:
         mini = config.critic.ppo_mini_batch_size if role.name == "critic" else _actor_mini_batch(config)
-        samples = mini * config.actor_rollout_ref.rollout.n * sequence // world
+        samples = mini * config.actor_rollout_ref.rollout.rows_per_prompt * sequence // world
     rows = min(samples, micro.size or samples)
     tokens = rows * (prompt + response)
     if micro.max_tokens is not None:

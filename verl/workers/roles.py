@@ -368,7 +368,7 @@ class ActorRolloutRefWorker(RoleWorker):
         """Run all mini-batch updates of a step on this worker's rows."""
         assert self.actor is not None
         config: ActorConfig = self.config.actor
-        rows = config.ppo_mini_batch_size * self.config.rollout.n // self.actor.layout.dp_size
+        rows = config.ppo_mini_batch_size * self.config.rollout.rows_per_prompt // self.actor.layout.dp_size
         with self.actor.resident(optimizer=True):
             metrics = self.run_update(
                 self.actor,
@@ -458,7 +458,7 @@ class CriticWorker(RoleWorker):
 
     Args:
         config: the ``critic`` section.
-        rollout_n: samples per prompt, because ``ppo_mini_batch_size`` counts prompts.
+        rollout_n: training rows per prompt, because ``ppo_mini_batch_size`` counts prompts.
     """
 
     def __init__(self, config: CriticConfig, rollout_n: int = 1, **runtime: Any) -> None:
@@ -624,7 +624,7 @@ class ImplicitRewardWorker(RoleWorker):
 
     Args:
         config: the ``reward_model`` section.
-        rollout_n: samples per prompt, because ``mini_batch_size`` counts prompts.
+        rollout_n: training rows per prompt, because ``mini_batch_size`` counts prompts.
     """
 
     def __init__(self, config: RewardModelConfig, rollout_n: int = 1, **runtime: Any) -> None:

@@ -63,6 +63,12 @@ def check_algorithm(config: PPOConfig, source_fields: frozenset[str] = frozenset
             f"{key}: looks at the whole batch before the update, old log-probabilities included; set "
             "actor_rollout_ref.actor.skip_old_log_prob=False"
         )
+    if "reward_baselines" in source_fields and config.actor_rollout_ref.rollout.rows_per_sample > 1:
+        raise ConfigError(
+            f"algorithm.adv_estimator={name}: a greedy answer is no baseline for the "
+            f"{config.actor_rollout_ref.rollout.rows_per_sample} rows of an episode (rollout.agent); use another "
+            "estimator, for example grpo"
+        )
     correction = config.algorithm.rollout_correction
     if correction.rollout_is is not None and not correction.bypass_mode and not loss.takes_weights:
         raise ConfigError(

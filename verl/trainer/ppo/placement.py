@@ -104,12 +104,18 @@ def role_classes(config: PPOConfig, device: str, total_steps: int, wrap: Any) ->
     if config.use_critic and trains:
         critic = replace(config.critic, optim=_with_horizon(config.critic.optim, total_steps))
         classes["critic"] = wrap(
-            _workers_of(critic.strategy).CriticWorker, config=critic, rollout_n=section.rollout.n, **runtime
+            _workers_of(critic.strategy).CriticWorker,
+            config=critic,
+            rollout_n=section.rollout.rows_per_prompt,
+            **runtime,
         )
     if config.reward_model.implicit and trains:
         model = replace(config.reward_model, optim=_with_horizon(config.reward_model.optim, total_steps))
         classes["process_reward"] = wrap(
-            _workers_of(model.strategy).ImplicitRewardWorker, config=model, rollout_n=section.rollout.n, **runtime
+            _workers_of(model.strategy).ImplicitRewardWorker,
+            config=model,
+            rollout_n=section.rollout.rows_per_prompt,
+            **runtime,
         )
     elif config.reward_model.enable and not config.reward_model.implicit:
         classes["reward_model"] = wrap(

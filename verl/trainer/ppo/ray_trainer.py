@@ -385,7 +385,7 @@ class RayPPOTrainer:
     # ---- helpers -------------------------------------------------------------------------------------------
 
     def _arranged(self, batch: DataProto, mini_batch_size: int, dp_size: int, *, shuffle: bool = False) -> DataProto:
-        rows = mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        rows = mini_batch_size * self.config.actor_rollout_ref.rollout.rows_per_prompt
         # from the order of sampling, not from an earlier arrangement, which depends on the number of ranks
         order = torch.argsort(batch.batch["sample_index"])
         if shuffle:

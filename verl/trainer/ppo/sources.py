@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from verl.agent_loop.batch import expand_extra
+from verl.agent_loop.rows import expand_rows, in_groups
 from verl.errors import DataError
 from verl.protocol import DataProto
 from verl.trainer.ppo.placement import Rollout
@@ -67,6 +68,9 @@ def generate(
 
     Rows with ``greedy`` (B,) get the most probable tokens instead of samples.
 
+    Where an agent loop gives several rows for one, the result has them all: each with the columns of its row and the
+    ``uid`` of its player, the rows of a player next to each other.
+
     Args:
         row_fields: columns that the workers are given, as far as the batch has them; agent loops read some.
     """
@@ -74,10 +78,11 @@ def generate(
     columns = [name for name in row_fields if name in batch.non_tensor_batch]
     request = batch.select(batch_keys=fields, non_tensor_batch_keys=columns, meta_info_keys=[])
     request.meta_info.update(step=step, validate=validate)
-    responses = expand_extra(rollout.generate_sequences(request))
+    responses, origin = expand_rows(rollout.generate_sequences(request))
+    responses = expand_extra(responses)
     # the prompt-only forms are superseded by the whole sequences
     rows = batch.select(batch_keys=["sample_index"])
-    return rows.union(responses)
+    return rows.union(responses) if origin is None else in_groups(rows, responses, origin)
 
 
 class SyncSource:

@@ -19,6 +19,13 @@ from verl.utils.seeding import derive_seed
 logger = logging.getLogger(__name__)
 
 
+def sources_of(batch: DataProto) -> list[str]:
+    """What each row's metrics are filed under: its data source, and its player where an episode has several."""
+    sources = batch.non_tensor_batch.get("data_source", ["unknown"] * len(batch))
+    players = batch.non_tensor_batch.get("player", [None] * len(batch))
+    return [source if player is None else f"{source}/{player}" for source, player in zip(sources, players, strict=True)]
+
+
 class Validator:
     """Runs the validation set through the current policy.
 
@@ -75,7 +82,7 @@ class Validator:
             result = self.scorer.judge(batch)
             scores = result.sums()
             record.add(
-                list(batch.non_tensor_batch.get("data_source", ["unknown"] * len(batch))),
+                sources_of(batch),
                 list(batch.non_tensor_batch["uid"]),
                 {**{name: list(values) for name, values in result.extra.items()}, "reward": scores},
             )
