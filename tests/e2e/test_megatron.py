@@ -30,8 +30,22 @@ def numbers(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
     return [{name: row["data"][name] for name in SAME_NUMBERS} for row in rows if "actor/pg_loss" in row["data"]]
 
 
-def test_tensor_parallel_training_is_that_of_one_process(train: Callable[..., list[dict[str, Any]]]) -> None:
-    shared = ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"]
+LORA = [
+    "actor_rollout_ref.model.lora_rank=4",
+    "actor_rollout_ref.model.lora_alpha=8",
+    "actor_rollout_ref.actor.optim.lr=1e-2",
+]
+
+
+@pytest.mark.parametrize("model", [[], pytest.param(LORA, marks=pytest.mark.slow)], ids=["weights", "adapters"])
+def test_tensor_parallel_training_is_that_of_one_process(
+    train: Callable[..., list[dict[str, Any]]], model: list[str]
+) -> None:
+    shared = [
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        *model,
+    ]
     expected = numbers(train("trainer.controller=local", *shared))
     rows = train(
         "trainer.n_gpus_per_node=2",
