@@ -154,16 +154,20 @@ chaos: $(STAMPS)/dev ## training runs killed again and again at random moments m
 	@$(BIN)/python -m pytest -q -m "" tests/e2e/test_kill_anywhere.py
 
 VLLM_TESTS := tests/contracts/test_rollout_engine.py $(wildcard tests/workers/rollout/test_vllm*.py) tests/e2e/test_vllm.py
+#: weights of several ranks to an engine that has an environment of its own
+HAND_OVER_TESTS := $(wildcard tests/workers/sharding_manager/test_*_dist.py)
 
 .PHONY: test-vllm
 test-vllm: install-vllm ## the tests of generation with vLLM, on a CPU
 	@$(VLLM_VENV)/bin/python -m pytest -q $(VLLM_TESTS)
+	@$(VLLM_VENV)/bin/python -m pytest -q -m vllm $(HAND_OVER_TESTS)
 
 SGLANG_TESTS := tests/contracts/test_rollout_engine.py $(wildcard tests/workers/rollout/test_sglang*.py) tests/e2e/test_sglang.py
 
 .PHONY: test-sglang
 test-sglang: install-sglang ## the tests of generation with SGLang, on a CPU
 	@$(SGLANG_VENV)/bin/python -m pytest -q $(SGLANG_TESTS)
+	@$(SGLANG_VENV)/bin/python -m pytest -q -m sglang $(HAND_OVER_TESTS)
 
 .PHONY: check
 check: $(STAMPS)/dev ## style, import layers, types, generated documentation

@@ -33,6 +33,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from verl.utils.distributed import destroy_process_group, free_port, init_process_group
+from verl.workers.engine.megatron_bridge import weight_table
+from verl.workers.engine.megatron_slices import WeightPlace, sliced_weights
 from verl.workers.sharding_manager.broadcast import BroadcastTransport, transfer_group
 from verl.workers.sharding_manager.colocated import SharedMemoryTransport
 from verl.workers.sharding_manager.disk import DiskTransport
@@ -46,6 +48,7 @@ from verl.workers.sharding_manager.layout import (
     parallel_layout,
     pipeline_stages,
 )
+from verl.workers.sharding_manager.pieces import HeldWeights
 from verl.workers.sharding_manager.reshard import Plan, plan
 from verl.workers.sharding_manager.resharder import Resharder
 from verl.workers.sharding_manager.transport import Transport
@@ -273,6 +276,32 @@ def rank_main(rank: int, port: int, options: argparse.Namespace, folder: str) ->
 # ---- 1,024 ranks ------------------------------------------------------------------------------------------------
 
 
+def megatron_layout(tensors: dict[str, TensorInfo], grid: RankGrid) -> Layout:
+    """The layout of Megatron-core's ranks, fused projections included, from the engine's own table of weights."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8
+    )
+    table = weight_table(config, head="lm", multiple_of=8, grouped=False)
+    shapes = {name: info.shape for name, info in tensors.items()}
+    whole = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
+    stages = pipeline_stages(tensors, grid.size("pp"))
+    held: dict[tuple[int, int], HeldWeights] = {}
+    where = [(int(tp), int(pp)) for tp, pp in zip(grid.axis("tp"), grid.axis("pp"), strict=True)]
+    for tp, pp in dict.fromkeys(where):
+        place = WeightPlace(tp=(tp, grid.size("tp")))
+        local = {
+            weight.megatron: weight.form.shard([whole[name] for name in weight.hf], *place.tp)
+            for weight in table
+            if pp in stages[weight.hf[0]]
+        }
+        dtypes = {weight.megatron: torch.bfloat16 for weight in table}
+        held[tp, pp] = HeldWeights(sliced_weights(table, shapes, dtypes, local, place, tied=False))
+    holdings = {key: weights.holdings() for key, weights in held.items()}
+    return held[where[0]].layout([holdings[key] for key in where])
+
+
 def simulate() -> dict[str, Any]:
     """Plans for 1,024 ranks of a 70B model in bfloat16; GB per rank."""
     tensors = llama(8192, 28672, 80, 64, 8, 128256, torch.bfloat16)
@@ -286,6 +315,7 @@ def simulate() -> dict[str, Any]:
     found: dict[str, Any] = {"model_gb": round(model / 1e9, 2)}
     for name, grid, generation_tp, generation, options in (
         ("tp8_pp8_dp16_to_tp4", grid3d, 4, None, {"splits": splits, "stages": stages}),
+        ("megatron_tp8_pp8_dp16_to_tp4", grid3d, 4, None, None),
         (
             "tp8_pp8_dp16_to_tp4_consecutive_groups",
             grid3d,
@@ -299,7 +329,7 @@ def simulate() -> dict[str, Any]:
         ("fsdp1024_aligned_to_tp8", full, 8, None, {"shard_dim": aligned}),
     ):
         started = time.perf_counter()
-        source = parallel_layout(tensors, grid, **options)  # type: ignore[arg-type]
+        source = megatron_layout(tensors, grid) if options is None else parallel_layout(tensors, grid, **options)  # type: ignore[arg-type]
         goal = generation if generation is not None else generation_groups(grid, tp=generation_tp)
         target = parallel_layout(tensors, goal, splits=splits)
         made = plan(source, target, bucket_bytes=1 << 30)

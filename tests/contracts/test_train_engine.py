@@ -18,6 +18,7 @@ from tests.workers.engine.reference import LOG_PROBS, POLICY, make_engine, polic
 from verl.errors import CheckpointError, ConfigError, SchemaError
 from verl.utils.metrics import MetricSet
 from verl.workers.engine.base import GlobalBatchInfo, MicroBatching, TrainEngine
+from verl.workers.sharding_manager.pieces import HeldWeights
 
 WHOLE = MicroBatching()
 MICRO = [MicroBatching(size=1), MicroBatching(size=3), MicroBatching(max_tokens=24)]
@@ -151,6 +152,21 @@ def test_local_tensors_follow_training(make: Any, batch: dict[str, Tensor]) -> N
     engine.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE)
     for name, tensor in engine.named_tensors():
         assert torch.equal(aliases[name], tensor)
+
+
+def test_shards_say_where_the_whole_tensors_lie(make: Any) -> None:
+    engine = make()
+    with engine.resident(optimizer=False):
+        expected = parameters(engine)
+        held = HeldWeights(engine.shards())
+        local = held.tensors()
+        assert list(local) == list(expected)
+        layout = held.layout([held.holdings()])
+        for name, tensor in local.items():
+            rebuilt = torch.full_like(expected[name], torch.nan)
+            for there, here in layout.placements[name].boxes_of(0):
+                rebuilt[there] = tensor[here]
+            assert torch.equal(rebuilt, expected[name]), name
 
 
 def test_save_and_load_restore_every_bit(make: Any, batch: dict[str, Tensor], tmp_path: Path) -> None:

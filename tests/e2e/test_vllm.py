@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,28 @@ def test_two_ranks_on_ray(parallel: int, train: Callable[..., list[dict[str, Any
     assert len(rows) == 2
     for row in rows:
         assert row["data"]["training/rollout_probs_diff_max"] < 1e-4
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-core is not installed")
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_megatron_trains_what_vllm_samples_from(
+    parallel: int, train: Callable[..., list[dict[str, Any]]], served_model_dir: str
+) -> None:
+    rows = train(
+        "trainer.n_gpus_per_node=2",
+        "trainer.total_training_steps=2",
+        "actor_rollout_ref.actor.strategy=megatron",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}",
+    )
+    assert len(rows) == 2
+    model_mb = (Path(served_model_dir) / "model.safetensors").stat().st_size / 2**20
+    for row in rows:
+        assert row["data"]["training/rollout_probs_diff_max"] < 1e-4
+        # half of the model is missing; next to nothing where the same halves generate
+        received = row["data"]["weight_sync/received_mb"]
+        assert received < (0.05 if parallel == 2 else 0.5) * model_mb
+        assert received > 0
 
 
 @pytest.mark.parametrize("parallel", [1, 2])

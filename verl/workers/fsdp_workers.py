@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from verl.config import CheckpointConfig, ModelConfig, OptimConfig
-from verl.utils.distributed import env_local_world_size, get_world_size
+from verl.utils.distributed import get_world_size
 from verl.workers import roles
 from verl.workers.engine.fsdp import FSDPEngine
-from verl.workers.sharding_manager.grid import sharing_ranks
 from verl.workers.sharding_manager.layout import dense_splits, shard_placement_fn
 
 __all__ = ["ActorRolloutRefWorker", "CriticWorker", "ImplicitRewardWorker", "RewardModelWorker"]
@@ -59,18 +57,9 @@ class ActorRolloutRefWorker(_OnFSDP, roles.ActorRolloutRefWorker):
             engine.shard_placement = partial(shard_placement_fn, splits=dense_splits())
         return engine
 
-    def rollout_options(self) -> dict[str, Any]:
-        parallel, world = self.config.rollout.tensor_model_parallel_size, get_world_size()
-        if parallel == 1:
-            return {}
-        shards = self.config.actor.fsdp_config.fsdp_size
-        groups = sharing_ranks(
-            world,
-            shards=shards if 0 < shards < world else world,
-            parallel=parallel,
-            local_world=env_local_world_size(),
-        )
-        return {"groups": groups}
+    def ranks_of_a_weight(self) -> int:
+        shards, world = self.config.actor.fsdp_config.fsdp_size, get_world_size()
+        return shards if 0 < shards < world else world
 
 
 class CriticWorker(_OnFSDP, roles.CriticWorker):

@@ -33,7 +33,14 @@ class _OnMegatron(roles.RoleWorker):
 
 
 class ActorRolloutRefWorker(_OnMegatron, roles.ActorRolloutRefWorker):
-    """Actor, rollout and reference on Megatron."""
+    """Actor, rollout and reference on Megatron.
+
+    Where ranks generate together with one split model, they are ranks of one tensor-parallel group, grouped so that
+    each trains a part of what it generates with.
+    """
+
+    def ranks_of_a_weight(self) -> int:
+        return self.config.actor.megatron.tensor_model_parallel_size
 
 
 class CriticWorker(_OnMegatron, roles.CriticWorker):

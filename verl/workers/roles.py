@@ -40,7 +40,7 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.background import BackgroundTask
 from verl.utils.device import device_name
-from verl.utils.distributed import init_process_group
+from verl.utils.distributed import env_local_world_size, get_world_size, init_process_group
 from verl.utils.flops import model_flops_utilization
 from verl.utils.metrics import MetricSet, mmax, mmean
 from verl.utils.seeding import derive_seed, set_seed
@@ -51,6 +51,7 @@ from verl.workers.memory import METER
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.batch import batch_from_completions, requests_from_batch
 from verl.workers.sharding_manager import SendReport, WeightSender, make_sharding_manager
+from verl.workers.sharding_manager.grid import sharing_ranks
 from verl.workers.sharding_manager.link import WeightLink
 from verl.workers.sharding_manager.transport import ALIGNMENT
 
@@ -296,7 +297,18 @@ class ActorRolloutRefWorker(RoleWorker):
 
     def rollout_options(self) -> dict[str, Any]:
         """Further arguments of the rollout engine, which depend on how the training engine places its ranks."""
-        return {}
+        parallel = self.config.rollout.tensor_model_parallel_size
+        if parallel == 1 or self.config.rollout.name != "vllm":  # elsewhere neighbours share a server
+            return {}
+        groups = sharing_ranks(
+            get_world_size(), shards=self.ranks_of_a_weight(), parallel=parallel, local_world=env_local_world_size()
+        )
+        return {"groups": groups}
+
+    @abstractmethod
+    def ranks_of_a_weight(self) -> int:
+        """Consecutive ranks that the training engine divides a weight over; the other ranks hold replicas, or other
+        weights."""
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
     @measured("generate")

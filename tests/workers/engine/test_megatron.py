@@ -12,7 +12,17 @@ import torch
 from verl.errors import ConfigError
 from verl.models.logprobs import IDENTITY, LogitTransform, token_log_probs, token_sum_pi_squared
 from verl.models.parallel_logprobs import VocabShard, parallel_sum_pi_squared, parallel_token_log_probs
-from verl.workers.engine.megatron_forms import Cut, Form, FusedQKV, GateUp, SomeRows, Stacked, Vocabulary, Whole
+from verl.workers.engine.megatron_forms import (
+    Cut,
+    Form,
+    FusedQKV,
+    GateUp,
+    SomeRows,
+    Stacked,
+    Vocabulary,
+    Whole,
+    slices_of,
+)
 from verl.workers.engine.megatron_memory import Parking
 from verl.workers.engine.megatron_optim import optimizer_overrides
 
@@ -47,29 +57,57 @@ def test_some_rows_lie_where_the_whole_weight_has_them() -> None:
     assert form.mine(1, 2).tolist() == [True, False, True]
 
 
+FORMS: list[tuple[Form, list[tuple[int, ...]]]] = [
+    (Whole(), [(3,)]),
+    (Cut(0), [(8, 3)]),
+    (Cut(1), [(3, 8)]),
+    (Vocabulary(13, 2), [(13, 3)]),
+    (FusedQKV(8, 4, 3), [(24, 5), (12, 5), (12, 5)]),
+    (FusedQKV(8, 2, 4), [(32,), (8,), (8,)]),  # biases; fewer key-value heads than ranks
+    (GateUp(), [(8, 3), (8, 3)]),
+    (GateUp(stacked=True), [(16, 3)]),
+    (SomeRows(FusedQKV(8, 4, 3), (24, 12, 12), (0, 1, 2)), [(24, 2), (12, 2), (12, 2)]),
+    (SomeRows(FusedQKV(8, 4, 3), (24, 12, 12), (0, 2)), [(24, 2), (12, 2)]),
+    (SomeRows(GateUp(), (8, 8), (1,)), [(8, 2)]),
+    (Stacked(2), [(3, 5), (3, 5)]),
+]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("form", "shapes"),
-    [
-        (Whole(), [(3,)]),
-        (Cut(0), [(8, 3)]),
-        (Cut(1), [(3, 8)]),
-        (Vocabulary(13, 2), [(13, 3)]),
-        (FusedQKV(8, 4, 3), [(24, 5), (12, 5), (12, 5)]),
-        (FusedQKV(8, 2, 4), [(32,), (8,), (8,)]),  # biases; fewer key-value heads than ranks
-        (GateUp(), [(8, 3), (8, 3)]),
-        (GateUp(stacked=True), [(16, 3)]),
-        (SomeRows(FusedQKV(8, 4, 3), (24, 12, 12), (0, 1, 2)), [(24, 2), (12, 2), (12, 2)]),
-        (SomeRows(FusedQKV(8, 4, 3), (24, 12, 12), (0, 2)), [(24, 2), (12, 2)]),
-        (SomeRows(GateUp(), (8, 8), (1,)), [(8, 2)]),
-        (Stacked(2), [(3, 5), (3, 5)]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("form", "shapes"), FORMS, ids=str)
 def test_parts_join_to_what_was_cut(form: Form, shapes: list[tuple[int, ...]], ranks: int) -> None:
     tensors = [torch.randn(shape) for shape in shapes]
     joined = form.join([form.shard(tensors, rank, ranks) for rank in range(ranks)])
     assert all(torch.equal(got, want) for got, want in zip(joined, tensors, strict=True))
+
+
+def test_slices_say_where_fused_rows_lie() -> None:
+    shapes = ((4, 7), (2, 7), (2, 7))  # as above: 2 queries, then a key, then a value, for each of two heads
+    query, key, value = slices_of(FusedQKV(heads=4, kv_heads=2, head_dim=1), shapes, 0, 1)
+    assert query == (((0, 2, 0), (0, 7, 0)), ((2, 4, 4), (0, 7, 0)))
+    assert key == (((0, 1, 2), (0, 7, 0)), ((1, 2, 6), (0, 7, 0)))
+    assert value == (((0, 1, 3), (0, 7, 0)), ((1, 2, 7), (0, 7, 0)))
+    assert slices_of(Vocabulary(5, 2), ((5, 7),), 1, 2) == ((((4, 5, 0), (0, 7, 0)),),)  # three rows of padding
+    assert slices_of(Vocabulary(3, 4), ((3, 7),), 1, 2) == ((),)  # nothing but padding
+    assert slices_of(Cut(1), ((7, 6),), 2, 3) == ((((0, 7, 0), (4, 6, 0)),),)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("form", "shapes"), FORMS, ids=str)
+def test_slices_are_what_was_cut(form: Form, shapes: list[tuple[int, ...]], ranks: int) -> None:
+    tensors = [torch.randn(shape) for shape in shapes]
+    rebuilt = [torch.full(shape, torch.nan) for shape in shapes]
+    for rank in range(ranks):
+        part = form.shard(tensors, rank, ranks)
+        unread = torch.ones_like(part)
+        for whole, boxes in zip(rebuilt, slices_of(form, tuple(shapes), rank, ranks), strict=True):
+            for box in boxes:
+                there = tuple(slice(start, stop) for start, stop, _ in box)
+                here = tuple(slice(at, at + stop - start) for start, stop, at in box)
+                whole[there] = part[here]
+                unread[here] = 0
+        assert not part[unread.bool()].any(), "what no slice covers is padding"
+    assert all(torch.equal(got, want) for got, want in zip(rebuilt, tensors, strict=True))
 
 
 @pytest.mark.parametrize("transform", [IDENTITY, LogitTransform(0.5, 2.0)], ids=["plain", "capped"])

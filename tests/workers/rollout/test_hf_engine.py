@@ -271,6 +271,39 @@ def test_another_dtype_is_cast_into_the_same_memory_every_time(tmp_path: Path, l
     assert all(math.isfinite(value) for completion in logits_free for value in completion.log_probs)
 
 
+def test_weights_may_be_written_where_they_are_read(qwen: torch.nn.Module, tmp_path: Path) -> None:
+    engine = loaded_engine(make_model("qwen2", seed=5), tmp_path)
+    names = [name for name, _ in qwen.named_parameters()]  # tied ones once
+    with pytest.raises(WeightSyncError, match="outside of an update"):
+        engine.weight_parts(names)
+    held = []
+    for version in (2, 3):
+        asyncio.run(engine.begin_update(version))
+        with pytest.raises(WeightSyncError, match="unexpected weight 'model.nothing'"):
+            engine.weight_parts(["model.nothing"])
+        parts = engine.weight_parts(names)
+        for name, parameter in qwen.named_parameters():
+            (part,) = parts[name]
+            assert (part.start, part.stop) == ((0,) * parameter.dim(), tuple(parameter.shape))
+            part.tensor.copy_(parameter.detach())
+        engine.parts_written(names)
+        asyncio.run(engine.end_update())
+        held.append({name: part.tensor.data_ptr() for name, (part,) in parts.items()})
+    assert held[0] == held[1], "the same memory every time"
+    assert asyncio.run(engine.checksums()) == asyncio.run(engine.checksums(weights_of(qwen)))
+    assert engine.memory().aliased_weights == 0
+    (prompt,) = random_prompts([6])
+    (completion,) = generate(engine, [prompt], SamplingParams(8, temperature=0.0))
+    assert completion.token_ids == reference_greedy(qwen, prompt, 8)
+    asyncio.run(engine.begin_update(4))
+    engine.weight_parts(names)
+    engine.parts_written(names[1:])
+    with pytest.raises(WeightSyncError, match="1 of .* weights did not arrive"):
+        asyncio.run(engine.end_update())
+    with pytest.raises(RolloutError, match="weights"):
+        generate(engine, [prompt], SamplingParams(8))
+
+
 def test_sleep_gives_memory_back_and_wake_restores(tmp_path: Path) -> None:
     model = make_model("qwen2")
     engine = make_engine(model, tmp_path, dtype="bfloat16")

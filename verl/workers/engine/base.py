@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -102,6 +103,41 @@ class MemoryStats:
     host_used: int
 
 
+#: along each dimension (first index in the whole weight, end, first index in the tensor that holds the slice)
+Box = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """A tensor of this rank in which slices of a weight lie, perhaps beside slices of others and padding.
+
+    Attributes:
+        tensor: the live memory.
+        boxes: one for each slice.
+    """
+
+    tensor: Tensor
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True)
+class SlicedWeight:
+    """What this rank holds of a weight that the engine stores in another form than the weight's own.
+
+    Attributes:
+        shape, dtype: of the whole weight.
+        stored_in: name of what it is stored in, which other weights may be stored in as well.
+        stacked: each entry along the first dimension (an expert) has a tensor of its own, without that dimension.
+        held: entry -> this rank's tensor; the entry is 0 where the weight is not stacked.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stored_in: str
+    stacked: bool = False
+    held: Mapping[int, HeldTensor] = field(default_factory=dict)
+
+
 #: (model outputs, micro-batch, counts of the mini-batch) -> (scalar to differentiate, metrics of this micro-batch)
 LossFn = Callable[[Mapping[str, Tensor], TensorDict, GlobalBatchInfo], tuple[Tensor, MetricSet]]
 
@@ -185,10 +221,11 @@ class TrainEngine(ABC):
     def local_tensors(self) -> dict[str, Tensor] | None:
         """The live parameters themselves by Hugging Face name, where this process holds them whole; else None."""
 
-    def shards(self) -> dict[str, Tensor] | None:
-        """This rank's parts (``DTensor``) of what :meth:`named_tensors` yields; None where they must be put together.
+    def shards(self) -> Mapping[str, Tensor | SlicedWeight] | None:
+        """This rank's parts of all that :meth:`named_tensors` yields; None where they must be put together.
 
-        The device's, so call it within :meth:`resident`.
+        A ``DTensor`` where the parameter is a sharded weight, a :class:`SlicedWeight` where it is something else. The
+        device's, so call it within :meth:`resident`.
         """
         return None
 

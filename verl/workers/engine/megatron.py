@@ -2,9 +2,10 @@
 
 The engine itself packs rows without padding (:mod:`verl.models.packing`) and runs Megatron-core's schedule over the
 micro-batches. The rest is in modules of one job each: ``megatron_parallel`` (process groups), ``megatron_families``
-(models), ``megatron_modules`` (their parts), ``megatron_bridge`` and ``megatron_forms`` (Hugging Face weights),
-``megatron_lora`` (adapters), ``megatron_outputs`` (from hidden states to log-probs), ``megatron_optim`` (optimizer),
-``megatron_state`` (checkpoints), ``megatron_memory`` (off-loading) and, on machines without CUDA, ``megatron_cpu``.
+(models), ``megatron_modules`` (their parts), ``megatron_bridge``, ``megatron_forms`` and ``megatron_slices`` (Hugging
+Face weights), ``megatron_lora`` (adapters), ``megatron_outputs`` (from hidden states to log-probs), ``megatron_optim``
+(optimizer), ``megatron_state`` (checkpoints), ``megatron_memory`` (off-loading) and, on machines without CUDA,
+``megatron_cpu``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from verl.utils.device import default_compute_dtype, device_memory_stats, empty_
 from verl.utils.distributed import init_process_group
 from verl.utils.flops import FlopsCounter
 from verl.utils.metrics import MetricSet, mmean, msum
-from verl.workers.engine.base import LossFn, MemoryStats, MicroBatching, ParallelLayout, TrainEngine
+from verl.workers.engine.base import LossFn, MemoryStats, MicroBatching, ParallelLayout, SlicedWeight, TrainEngine
 from verl.workers.engine.batching import BatchPlan, as_tensordict, join_rows, plan_batch, reduce_metrics, take_rows
 from verl.workers.engine.megatron_bridge import Bridge, CheckpointFiles
 from verl.workers.engine.megatron_families import model_settings
@@ -438,6 +439,9 @@ class MegatronEngine(TrainEngine):
     def local_tensors(self) -> dict[str, Tensor] | None:
         """None: fused weights are stored in another order than the Hugging Face tensors they are made of."""
         return None
+
+    def shards(self) -> dict[str, SlicedWeight] | None:
+        return self.bridge.shards() if self.lora is None else None  # adapters are merged into whole matrices
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 

@@ -20,8 +20,9 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
 from verl.errors import ConfigError
 from verl.models.lora import merged
-from verl.workers.engine.base import ParallelLayout
+from verl.workers.engine.base import ParallelLayout, SlicedWeight
 from verl.workers.engine.megatron_forms import Cut, Form, FusedQKV, GateUp, Vocabulary, Whole
+from verl.workers.engine.megatron_slices import WeightPlace, sliced_weights
 
 
 @dataclass(frozen=True)
@@ -460,6 +461,17 @@ class Bridge:
         return weight.file_form.shard([files.get(n.format(expert=expert)) for n in weight.files], rank, ranks)
 
     # ---- Megatron to Hugging Face
+
+    def shards(self) -> dict[str, SlicedWeight]:
+        """This rank's slices of every Hugging Face tensor, where they are."""
+        layout = self.layout
+        place = WeightPlace(
+            tp=(layout.tp_rank, layout.tp_size),
+            ep=(layout.ep_rank, layout.ep_size),
+            etp=(self.etp_group.rank(), self.etp_group.size()),
+        )
+        dtypes = {name: dtype for name, (_, dtype) in self._owners.items()}
+        return sliced_weights(self.table, self.shapes, dtypes, self.local, place, tied=self.tied)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole tensors, in Transformers' order. Collective: every rank draws all of them."""

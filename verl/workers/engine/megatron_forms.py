@@ -1,23 +1,36 @@
 """How a Hugging Face tensor lies in Megatron-core's tensor-parallel ranks: pure functions, both ways.
 
 Each form says how the tensors of one Megatron weight are cut for a rank, and how the ranks' parts are joined again.
+:func:`slices_of` reads from that which slices of the tensors a rank holds.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from verl.workers.engine.base import Box
+
 
 class Form(ABC):
-    """A rule between the Hugging Face tensors of one weight and the parts that tensor-parallel ranks hold."""
+    """A rule between the Hugging Face tensors of one weight and the parts that tensor-parallel ranks hold.
+
+    A form moves values and never changes them.
+    """
 
     #: every rank holds all of it
     replicated = False
+
+    @property
+    def cuts(self) -> int:
+        """The dimension along which values move; the others stay whole and in order."""
+        return 0
 
     @abstractmethod
     def shard(self, tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
@@ -46,6 +59,10 @@ class Cut(Form):
     """Cut into equal parts along a dimension: 0 for products that make heads or hidden units, 1 for those back."""
 
     dim: int
+
+    @property
+    def cuts(self) -> int:
+        return self.dim
 
     def shard(self, tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
         return tensors[0].chunk(ranks, self.dim)[rank]
@@ -170,3 +187,38 @@ class SomeRows(Form):
             wholes.append(whole)
         joined = self.form.join(wholes)
         return [joined[index] for index in self.chosen]
+
+
+@lru_cache(maxsize=1024)
+def slices_of(form: Form, shapes: tuple[tuple[int, ...], ...], rank: int, ranks: int) -> tuple[tuple[Box, ...], ...]:
+    """Which slices of the Hugging Face tensors are in the part of one rank, and where in it.
+
+    Args:
+        form: of the weight.
+        shapes: of its Hugging Face tensors.
+        rank, ranks: of the ranks that divide it.
+
+    Returns:
+        For each tensor its boxes in the part, in order. What no box fills is padding.
+    """
+    dim = form.cuts
+    # shard the values' positions instead of the values: what lies where follows from where the positions went
+    begins: list[int] = []
+    positions: list[Tensor] = []
+    end = 0
+    for shape in shapes:
+        begin = end + 2  # 0 is padding, and a gap ends the run at a tensor's end
+        end = begin + shape[dim]
+        begins.append(begin)
+        positions.append(torch.arange(begin, end).view([-1 if d == dim else 1 for d in range(len(shape))]))
+    part = form.shard(positions, rank, ranks).flatten()
+    edges = (torch.nonzero(part.diff() != 1)[:, 0] + 1).tolist()
+    found: list[list[Box]] = [[] for _ in shapes]
+    for low, high in zip([0, *edges], [*edges, len(part)], strict=True):
+        position = int(part[low])
+        if position:
+            which = bisect_right(begins, position) - 1
+            start = position - begins[which]
+            run = (start, start + high - low, low)
+            found[which].append(tuple(run if d == dim else (0, size, 0) for d, size in enumerate(shapes[which])))
+    return tuple(tuple(boxes) for boxes in found)

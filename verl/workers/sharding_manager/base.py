@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from verl.workers.engine.base import SlicedWeight
 from verl.workers.rollout.base import WeightPart
 
 
@@ -27,7 +28,7 @@ class WeightSource(Protocol):
 class ShardedSource(WeightSource, Protocol):
     """The part of a training engine whose tensors are spread over ranks; every ``TrainEngine`` is one."""
 
-    def shards(self) -> dict[str, torch.Tensor] | None:
+    def shards(self) -> Mapping[str, torch.Tensor | SlicedWeight] | None:
         """This rank's parts of what ``named_tensors`` yields; None where they must be put together."""
         ...
 

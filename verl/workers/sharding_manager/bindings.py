@@ -44,9 +44,9 @@ def fsdp_hf(source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on_unc
 def fsdp_vllm(source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on_unchanged: str) -> ShardingManager:
     """vLLM's parameters are fused and split: one rank's weights go through vLLM's loaders, the shards of several ranks
     straight to where each rank reads them."""
-    if get_world_size() > 1 and isinstance(source, ShardedSource) and source.shards() is not None:
-        return ShardedSync(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
-    return WeightSync(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
+    if get_world_size() == 1:
+        return WeightSync(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
+    return _parts_or_whole(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
 
 
 @SHARDING_MANAGERS.register("fsdp/sglang")
@@ -58,13 +58,27 @@ def fsdp_sglang(source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on
 
 @SHARDING_MANAGERS.register("megatron/hf")
 def megatron_hf(source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on_unchanged: str) -> ShardingManager:
-    """Every rank generates with the whole model: stages and shards are put together tensor by tensor, in buckets."""
-    return WeightSync(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
+    """Every rank generates with the whole model: it receives the slices that it does not train, where it reads them."""
+    return _parts_or_whole(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
 
 
 @SHARDING_MANAGERS.register("megatron/vllm")
 def megatron_vllm(source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on_unchanged: str) -> ShardingManager:
-    """As ``megatron/hf``; of the whole tensors in a bucket every rank of vLLM keeps its part."""
+    """Every rank receives the slices of its part that it does not train, straight to where vLLM reads them."""
+    return _parts_or_whole(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
+
+
+@SHARDING_MANAGERS.register("megatron/sglang")
+def megatron_sglang(source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on_unchanged: str) -> ShardingManager:
+    """As ``fsdp/sglang``: a server's memory is its own, and its loaders take whole tensors, which are put together one
+    by one."""
+    return WeightSync(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
+
+
+def _parts_or_whole(source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on_unchanged: str) -> ShardingManager:
+    """By a plan, or tensor by tensor where what is trained is not what is handed over (adapters)."""
+    if isinstance(source, ShardedSource) and source.shards() is not None:
+        return ShardedSync(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
     return WeightSync(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
 
 

@@ -50,11 +50,12 @@ class ChangeDetector:
         self._now: dict[str, Tensor] = {}
 
     def watch(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-        """Pass tensors through, taking fingerprints on the way."""
+        """Pass tensors through, taking fingerprints on the way; those of one name add up."""
         self._now = {}
         for name, tensor in weights:
             if self.on_unchanged != "ignore":
-                self._now[name] = fingerprint(tensor)
+                mark = fingerprint(tensor)
+                self._now[name] = self._now[name] + mark if name in self._now else mark
             yield name, tensor
 
     def finish(

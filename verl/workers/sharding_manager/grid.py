@@ -138,14 +138,14 @@ def generation_groups(train: RankGrid, *, tp: int = 1, pp: int = 1, ep: int = 1)
 def sharing_ranks(
     world: int, *, shards: int, parallel: int, local_world: int | None = None
 ) -> list[tuple[int, ...]] | None:
-    """Which ranks generate together with one split model, after fully sharded training.
+    """Which ranks generate together with one split model, after fully sharded or tensor-parallel training.
 
     Groups of :func:`generation_groups` where they stay within a machine and the model divides; there each rank trains
     a part of what it generates with. Elsewhere neighbours, whose talk during generation costs more than a hand-over.
 
     Args:
         world: number of ranks.
-        shards: consecutive ranks that a parameter is sharded over; the other ranks hold replicas.
+        shards: consecutive ranks that a parameter is divided over; other ranks hold replicas, or other parameters.
         parallel: ranks that share a model in generation.
         local_world: consecutive ranks on a machine; None: all.
 

@@ -97,10 +97,12 @@ class Layout:
     Attributes:
         tensors: name -> shape and dtype of the whole tensor, in hand-over order.
         placements: name -> who holds what of it.
+        stored_in: name -> what its local tensors are called, for names that share theirs (fused projections).
     """
 
     tensors: Mapping[str, TensorInfo]
     placements: Mapping[str, Placement] = field(repr=False)
+    stored_in: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -117,7 +119,12 @@ class Layout:
         total = dict.fromkeys(self.ranks, 0)
         times: dict[int, int] = {}
         distinct: dict[int, Placement] = {}
+        counted: set[str] = set()
         for name, placement in self.placements.items():
+            store = self.stored_in.get(name, name)
+            if store in counted:
+                continue
+            counted.add(store)
             distinct[id(placement)] = placement
             times[id(placement)] = times.get(id(placement), 0) + self.tensors[name].dtype.itemsize
         for identity, placement in distinct.items():

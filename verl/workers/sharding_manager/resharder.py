@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
 import torch
@@ -117,7 +117,7 @@ class Resharder:
         self._check(source, "source")
         self._check(into, "target", complete=False)
         report = self.report = ReshardReport()
-        held = sum(tensor.nbytes for tensor in source.values()) + sum(tensor.nbytes for tensor in into.values())
+        held = _bytes_of([*source.values(), *into.values()])
         report.peak = held
         names = self.plan.names
         open_targets: dict[int, Tensor] = {}
@@ -259,6 +259,11 @@ class Resharder:
                 self._adopted.add(name)
                 return freed
         return 0
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors of which some may be given under several names."""
+    return sum({(tensor.data_ptr(), tensor.nbytes): tensor.nbytes for tensor in tensors}.values())
 
 
 def _index(move: SliceMove, side: str) -> tuple[slice, ...]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from verl.models.sliced import local_part
 from verl.workers.rollout.base import WeightPart
 from verl.workers.sharding_manager.base import ShardedSource, SyncReport, WeightSink
-from verl.workers.sharding_manager.layout import Layout, Placement, TensorInfo, layout_of
+from verl.workers.sharding_manager.layout import Layout, Placement, TensorInfo
+from verl.workers.sharding_manager.pieces import HeldWeights, Holding
 from verl.workers.sharding_manager.reshard import Plan, plan
 from verl.workers.sharding_manager.resharder import Resharder
 from verl.workers.sharding_manager.sync import WeightSync, updating
@@ -23,6 +23,21 @@ logger = logging.getLogger(__name__)
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # start, stop
 Parts = Mapping[str, list[WeightPart]]
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What the ranks tell each other before they plan, by piece.
+
+    Attributes:
+        holds: what training keeps here, where that is not a ``DTensor``.
+        reads: boxes that generation reads here; None where it takes whole tensors.
+        dtypes: in which it does.
+    """
+
+    holds: dict[str, Holding]
+    reads: dict[str, list[Box]] | None
+    dtypes: dict[str, torch.dtype]
 
 
 class ShardedSync(WeightSync):
@@ -59,14 +74,15 @@ class ShardedSync(WeightSync):
         received = None
         buckets = 0
         async with updating(self.sink, version):
-            tensors = self.sharded.shards()
-            assert tensors is not None, "a source that has to put its tensors together belongs to WeightSync"
-            parts = self.sink.weight_parts(tensors)
+            shards = self.sharded.shards()
+            assert shards is not None, "a source that has to put its tensors together belongs to WeightSync"
+            held = HeldWeights(shards)
+            parts = self.sink.weight_parts(shards)
             if not self._agreed:
-                self._plan = self._make_plan(tensors, parts)
+                self._plan = self._make_plan(held, parts)
                 self._agreed = True
             if self._plan is not None and parts is not None:
-                received, buckets = self._reshard(self._plan, tensors, parts)
+                received, buckets = self._reshard(self._plan, held, parts)
                 changed = self.changes.finish(version, stepped=stepped, combine=dist.all_reduce)
             else:
                 for bucket in in_buckets(self.changes.watch(self.source.named_tensors()), self.bucket_bytes):
@@ -79,50 +95,53 @@ class ShardedSync(WeightSync):
             seconds=time.perf_counter() - started,
             bytes_copied=memory.owned_weights,
             bytes_shared=memory.aliased_weights,
-            tensors=len(tensors),
+            tensors=len(shards),
             buckets=buckets,
             changed=changed,
             bytes_received=received,
         )
 
-    def _reshard(self, change: Plan, tensors: Mapping[str, Tensor], parts: Parts) -> tuple[int, int]:
+    def _reshard(self, change: Plan, held: HeldWeights, parts: Parts) -> tuple[int, int]:
         """Write this rank's parts; returns bytes received and buckets."""
-        local = {name: local_part(tensor.detach()) for name, tensor in tensors.items()}
-        for _ in self.changes.watch(local.items()):
+        for _ in self.changes.watch(held.slices()):
             pass
-        source = {_key(name, number): local[name] for name, number in _numbered(change)}
-        into = {_key(name, number): part.tensor for name, some in parts.items() for number, part in enumerate(some)}
+        local = held.tensors()
+        numbered = [key.rsplit("#", 1) for key in change.names]
+        source = {_key(key, int(number)): local[key] for key, number in numbered if key in local}
+        into = {
+            _key(piece.key, number): part.tensor
+            for piece in held.pieces
+            for number, part in enumerate(piece.within(parts[piece.weight]))
+        }
         resharder = self.resharder = Resharder(change, device=next(iter(local.values())).device)
         resharder.run(source, into)
-        self.sink.parts_written(tensors)
+        self.sink.parts_written(held.shards)
         return resharder.report.received, resharder.report.buckets
 
-    def _make_plan(self, tensors: Mapping[str, Tensor], parts: Parts | None) -> Plan | None:
-        """Exchange which rank reads what; None when one of them needs whole tensors. Collective."""
-        mine: dict[str, list[Box]] | None = None
+    def _make_plan(self, held: HeldWeights, parts: Parts | None) -> Plan | None:
+        """Exchange which rank holds and reads what; None when one of them needs whole tensors. Collective."""
+        reads: dict[str, list[Box]] | None = None
         dtypes: dict[str, torch.dtype] = {}
-        devices = {tensor.device.type for tensor in tensors.values()}
+        devices = {tensor.device.type for tensor in held.tensors().values()}
         if parts is not None and devices == {part.tensor.device.type for some in parts.values() for part in some}:
-            mine = {name: [(part.start, part.stop) for part in some] for name, some in parts.items()}
-            dtypes = {name: some[0].tensor.dtype for name, some in parts.items() if some}
-        everyone: list[tuple[dict[str, list[Box]] | None, dict[str, torch.dtype]]] = [
-            (None, {})
-        ] * dist.get_world_size()
-        dist.all_gather_object(everyone, (mine, dtypes))
-        boxes = [held for held, _ in everyone if held is not None]
+            cut = {piece.key: piece.within(parts[piece.weight]) for piece in held.pieces}
+            reads = {key: [(part.start, part.stop) for part in some] for key, some in cut.items()}
+            dtypes = {key: some[0].tensor.dtype for key, some in cut.items() if some}
+        everyone: list[_Offer] = [_Offer({}, None, {})] * dist.get_world_size()
+        dist.all_gather_object(everyone, _Offer(held.holdings(), reads, dtypes))
+        boxes = [offer.reads for offer in everyone if offer.reads is not None]
         if len(boxes) < len(everyone):
             logger.info("the rollout takes whole tensors on some rank; all of them stream the whole model")
             return None
-        dtypes = {name: dtype for _, found in everyone for name, dtype in found.items()}
-        shards = layout_of(tensors, range(len(everyone)))
-        source, target = _numbered_layouts(shards, boxes, dtypes)
+        dtypes = {key: dtype for offer in everyone for key, dtype in offer.dtypes.items()}
+        source, target = _numbered_layouts(held.layout([offer.holds for offer in everyone]), boxes, dtypes)
         return plan(source, target, bucket_bytes=self.bucket_bytes)
 
 
 def _numbered_layouts(
-    shards: Layout, boxes: list[dict[str, list[Box]]], dtypes: Mapping[str, torch.dtype]
+    shards: Layout, boxes: Sequence[Mapping[str, list[Box]]], dtypes: Mapping[str, torch.dtype]
 ) -> tuple[Layout, Layout]:
-    """Source and target layout in which a weight appears once for each part that a rank has of it.
+    """Source and target layout in which a piece appears once for each part that a rank has of it.
 
     A rollout that keeps a weight in several places, such as the sections of a fused projection, thus has one target
     tensor for each.
@@ -131,11 +150,13 @@ def _numbered_layouts(
     before: dict[str, Placement] = {}
     after: dict[str, Placement] = {}
     wanted: dict[str, TensorInfo] = {}
+    stored_in: dict[str, str] = {}
     for name, info in shards.tensors.items():
         for number in range(max(len(held[name]) for held in boxes)):
             held_by = [(rank, held[name][number]) for rank, held in enumerate(boxes) if number < len(held[name])]
             key = _key(name, number)
             infos[key], before[key] = info, shards.placements[name]
+            stored_in[key] = shards.stored_in.get(name, name)
             wanted[key] = TensorInfo(info.shape, dtypes[name])
             after[key] = Placement.build(
                 len(info.shape),
@@ -148,13 +169,8 @@ def _numbered_layouts(
                     for rank, (start, stop) in held_by
                 ],
             )
-    return Layout(infos, before), Layout(wanted, after)
+    return Layout(infos, before, stored_in), Layout(wanted, after)
 
 
 def _key(name: str, number: int) -> str:
     return f"{name}#{number}"
-
-
-def _numbered(change: Plan) -> list[tuple[str, int]]:
-    pairs = [key.rsplit("#", 1) for key in change.names]
-    return [(name, int(number)) for name, number in pairs]

@@ -22,6 +22,7 @@ from verl.workers.rollout.base import (
     MemoryPart,
     RolloutEngine,
     RolloutMemory,
+    WeightPart,
 )
 from verl.workers.rollout.hf.kv_cache import RolloutCache
 from verl.workers.rollout.hf.packed import PackedLinears, packing_supported
@@ -290,6 +291,16 @@ class HFRolloutEngine(RolloutEngine):
             self._next_version = None
             self.weights.cancel()
             raise
+
+    def weight_parts(self, names: Iterable[str]) -> dict[str, list[WeightPart]]:
+        """Every weight whole, in memory of the engine's own; see :meth:`RolloutEngine.weight_parts`."""
+        if self._next_version is None:
+            raise WeightSyncError("weights are written outside of an update; call begin_update first")
+        return self.weights.parts(names)
+
+    def parts_written(self, names: Iterable[str]) -> None:
+        """See :meth:`RolloutEngine.parts_written`."""
+        self.weights.note(names)
 
     async def end_update(self) -> None:
         """Finish the update; see :meth:`RolloutEngine.end_update`."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from verl.errors import ConfigError, WeightSyncError
+from verl.workers.rollout.base import WeightPart
 from verl.workers.rollout.hf.attention import ATTENTION_NAME, keep_last_hidden, register_attention
 
 logger = logging.getLogger(__name__)
@@ -157,13 +158,7 @@ class ModuleWeights:
         if self._received is None:
             raise WeightSyncError("weights arrived outside of an update; call begin_update first")
         for name, tensor in bucket:
-            weight = self._by_name.get(name)
-            if weight is None:
-                near = [known for known in self._by_name if known.endswith(name.rsplit(".", 2)[-1])][:2]
-                raise WeightSyncError(
-                    f"unexpected weight {name!r}: the rollout's {type(self.module).__name__} has no such parameter "
-                    f"(similar ones: {near}); both sides must be built from the same model configuration"
-                )
+            weight = self._find(name)
             tensor = tensor.detach()
             if tensor.shape != weight.shape:
                 raise WeightSyncError(
@@ -182,6 +177,26 @@ class ModuleWeights:
             # what a stream gives is only valid now, and would take the memory of a second model if it were kept
             assert weight.current is not None
             self._received[id(weight)] = tensor if live else weight.current
+
+    def parts(self, names: Iterable[str]) -> dict[str, list[WeightPart]]:
+        """Own memory for each of these weights, whole, to be written during an update; then call :meth:`note`."""
+        found = {}
+        for name in names:
+            weight = self._find(name)
+            found[name] = [WeightPart((0,) * len(weight.shape), tuple(weight.shape), self._own(weight))]
+        return found
+
+    def note(self, names: Iterable[str]) -> None:
+        """The memory of these weights is written."""
+        if self._received is None:
+            raise WeightSyncError("weights were written outside of an update; call begin_update first")
+        for name in names:
+            weight = self._find(name)
+            weight.live = None
+            own = self._own(weight)
+            if weight.current is not own:
+                weight.assign(own)
+            self._received[id(weight)] = own
 
     def end(self) -> None:
         """Finish the update.
@@ -214,11 +229,26 @@ class ModuleWeights:
                 weight.assign(tensor)
             return
         weight.live = tensor if live else None
+        own = self._own(weight)
+        own.copy_(tensor)
+        if weight.current is not own:
+            weight.assign(own)
+
+    def _own(self, weight: _Weight) -> torch.Tensor:
+        """The engine's own memory for a weight, without values at first."""
         if weight.owned is None or weight.owned.device != self.device:
             weight.owned = torch.empty(weight.shape, dtype=weight.dtype, device=self.device)
-        weight.owned.copy_(tensor)
-        if weight.current is not weight.owned:
-            weight.assign(weight.owned)
+        return weight.owned
+
+    def _find(self, name: str) -> _Weight:
+        weight = self._by_name.get(name)
+        if weight is None:
+            near = [known for known in self._by_name if known.endswith(name.rsplit(".", 2)[-1])][:2]
+            raise WeightSyncError(
+                f"unexpected weight {name!r}: the rollout's {type(self.module).__name__} has no such parameter "
+                f"(similar ones: {near}); both sides must be built from the same model configuration"
+            )
+        return weight
 
     def release(self) -> None:
         """Give back memory of own copies: what can be cast again is dropped, the rest moves to the host."""
