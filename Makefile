@@ -6,6 +6,7 @@
 #   SGLANG_VENV=...      where the environment with SGLang is (default: .venv-sglang)
 #   TORCH_INDEX_URL=...  package index for torch alone, when the default index does not offer the wanted build
 #   SEED=...             seed of the quick starts and the example (default: 1)
+#   ROLLOUT=vllm         generate with vLLM servers in the agent quick start (default: hf)
 #   ARGS='key=value ...' more settings for the training command of the quick starts and the example
 
 SHELL := /bin/bash
@@ -19,6 +20,7 @@ VLLM_VENV ?= .venv-vllm
 SGLANG_VENV ?= .venv-sglang
 TORCH_INDEX_URL ?=
 SEED ?= 1
+ROLLOUT ?= hf
 ARGS ?=
 TESTS ?= tests
 # One process per core up to two: more would only compete with the processes that the tests themselves start.
@@ -126,8 +128,8 @@ quickstart-megatron: $(STAMPS)/examples $(STAMPS)/megatron ## the same with GRPO
 	@$(BIN)/python examples/quickstart/run.py --algorithm megatron --workers 2 --seed $(SEED) $(ARGS)
 
 .PHONY: quickstart-agent
-quickstart-agent: $(STAMPS)/examples ## a tiny language model learns to use a tool
-	@$(BIN)/python examples/agent/run.py --seed $(SEED) $(ARGS)
+quickstart-agent: $(if $(filter vllm,$(ROLLOUT)),install-vllm,$(STAMPS)/examples) ## a tiny language model learns to use a tool; ROLLOUT=vllm generates with vLLM servers
+	@$(if $(filter vllm,$(ROLLOUT)),$(VLLM_VENV)/bin,$(BIN))/python examples/agent/run.py --rollout $(ROLLOUT) --seed $(SEED) $(ARGS)
 
 .PHONY: example-smollm2
 example-smollm2: $(STAMPS)/smollm2 ## SmolLM2-135M-Instruct gets better at arithmetic, on a CPU
@@ -153,7 +155,8 @@ test-fast: $(STAMPS)/dev ## unit tests only: no process groups, no whole trainin
 chaos: $(STAMPS)/dev ## training runs killed again and again at random moments must end like one left alone (about half an hour)
 	@$(BIN)/python -m pytest -q -m "" tests/e2e/test_kill_anywhere.py
 
-VLLM_TESTS := tests/contracts/test_rollout_engine.py $(wildcard tests/workers/rollout/test_vllm*.py) tests/e2e/test_vllm.py
+VLLM_TESTS := tests/contracts/test_rollout_engine.py $(wildcard tests/workers/rollout/test_vllm*.py) tests/e2e/test_vllm.py \
+  tests/e2e/test_programs.py
 #: weights of several ranks to an engine that has an environment of its own
 HAND_OVER_TESTS := $(wildcard tests/workers/sharding_manager/test_*_dist.py)
 

@@ -100,3 +100,27 @@ def print_phases(rows: Rows) -> None:
     Console().print(table)
     _, peaks = series(rows, "perf/cpu_memory_peak_gb")
     Console().print(f"peak memory of a worker process: {max(peaks):.2f} GB")
+
+
+def report_run(output: Path, seed: int, seconds: float, title: str, *, last: int = 5, samples: int = 4) -> None:
+    """Show and keep what came of a run whose metrics and validation are in ``output``.
+
+    Args:
+        output: directory; gets ``result.json`` and ``reward.png``.
+        seed: of the run.
+        seconds: that it took.
+        title: of the picture.
+        last: steps whose mean is the last reward.
+        samples: completions to show.
+    """
+    metrics_file, picture = output / "metrics.jsonl", output / "reward.png"
+    metrics = read_metrics(metrics_file)
+    result: dict[str, Any] = summarise(metrics, last) | {"seconds": round(seconds, 1), "seed": seed}
+    (output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    draw_reward_curve(metrics, picture, title)
+    show_samples(output / "validation", samples)
+    print_phases(metrics)
+    print_table(result)
+    Console().print(
+        f"reward curve: {picture}   all metrics: {metrics_file}   completions: {output / 'validation'}/", soft_wrap=True
+    )

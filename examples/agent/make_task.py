@@ -10,18 +10,16 @@ appears elsewhere.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+EXAMPLES = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(EXAMPLES / "quickstart"), str(EXAMPLES)]
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "quickstart"))
-
-from tiny_model import save_tiny_model
+from tiny_experiment import print_task, rl_row, save_sets, task_parser  # noqa: E402
+from tiny_model import save_tiny_model  # noqa: E402
 
 # sources that start with final_answer/ are scored by the number after "####", as GSM8K's answers are
 DATA_SOURCE = "final_answer/products"
@@ -49,15 +47,10 @@ def demonstration(pair: Pair, calls: bool, generator: random.Random) -> dict[str
     }
 
 
-def rl_row(pair: Pair, split: str, index: int) -> dict[str, Any]:
+def prompt_row(pair: Pair, split: str, index: int) -> dict[str, Any]:
     """A row for reinforcement learning."""
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": [question(pair)],
-        "ability": "arithmetic",
-        "reward_model": {"style": "rule", "ground_truth": str(pair[0] * pair[1])},
-        "extra_info": {"split": split, "index": index},
-    }
+    truth = str(pair[0] * pair[1])
+    return rl_row(DATA_SOURCE, question(pair)["content"], truth, ability="arithmetic", split=split, index=index)
 
 
 def make_data(directory: Path, *, seed: int, sft: int, train: int, val: int, calls: float) -> dict[str, list[Any]]:
@@ -68,26 +61,19 @@ def make_data(directory: Path, *, seed: int, sft: int, train: int, val: int, cal
     held_out, rest = pairs[:val], pairs[val:]
     sets: dict[str, list[Any]] = {
         "sft": [demonstration(generator.choice(rest), generator.random() < calls, generator) for _ in range(sft)],
-        "train": [rl_row(generator.choice(rest), "train", index) for index in range(train)],
-        "val": [rl_row(pair, "val", index) for index, pair in enumerate(held_out)],
+        "train": [prompt_row(generator.choice(rest), "train", index) for index in range(train)],
+        "val": [prompt_row(pair, "val", index) for index, pair in enumerate(held_out)],
     }
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, rows in sets.items():
-        pq.write_table(pa.Table.from_pylist(rows), directory / f"{name}.parquet")
-    return sets
+    return save_sets(directory, sets)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("outputs/quickstart-agent"))
-    parser.add_argument("--seed", type=int, default=1, help="seed of the model's weights and of the data")
-    parser.add_argument("--sft", type=int, default=19200, help="demonstrations")
-    parser.add_argument("--train", type=int, default=1600, help="training prompts")
-    parser.add_argument("--val", type=int, default=100, help="validation prompts")
+    parser = task_parser(__doc__, "outputs/quickstart-agent", sft=17920, train=768, val=100)
     parser.add_argument("--calls", type=float, default=0.35, help="part of the demonstrations with the calculator")
     arguments = parser.parse_args()
+    # heads of 32 values, which every engine serves on CPUs
     parameters = save_tiny_model(
-        arguments.output / "model", hidden=128, layers=4, seed=arguments.seed, initializer_range=0.08
+        arguments.output / "model", hidden=128, layers=4, heads=4, seed=arguments.seed, initializer_range=0.08
     )
     sets = make_data(
         arguments.output / "data",
@@ -97,9 +83,7 @@ def main() -> None:
         val=arguments.val,
         calls=arguments.calls,
     )
-    counts = ", ".join(f"{name} {len(rows)}" for name, rows in sets.items())
-    print(f"{arguments.output}: model with {parameters:,} parameters; rows: {counts}")
-    print("a demonstration:", sets["sft"][0], "\na prompt:", sets["train"][0])
+    print_task(arguments.output, parameters, sets)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,15 @@ and ``val.parquet`` with prompts in the reinforcement-learning schema. No valida
 
 from __future__ import annotations
 
-import argparse
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-from tiny_model import save_tiny_model
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+
+from tiny_experiment import print_task, rl_row, save_sets, task_parser  # noqa: E402
+from tiny_model import save_tiny_model  # noqa: E402
 
 DIGITS = 5
 # sources that start with final_answer/ are scored by the number after "####", as GSM8K's answers are
@@ -39,15 +40,9 @@ def demonstration(digits: str, good: bool) -> dict[str, str]:
     return {"prompt": question(digits), "response": f"#### {result}"}
 
 
-def rl_row(digits: str, split: str, index: int) -> dict[str, Any]:
+def prompt_row(digits: str, split: str, index: int) -> dict[str, Any]:
     """A row for reinforcement learning."""
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": question(digits)}],
-        "ability": "sorting",
-        "reward_model": {"style": "rule", "ground_truth": answer(digits)},
-        "extra_info": {"split": split, "index": index},
-    }
+    return rl_row(DATA_SOURCE, question(digits), answer(digits), ability="sorting", split=split, index=index)
 
 
 def make_data(
@@ -68,22 +63,14 @@ def make_data(
 
     sets: dict[str, list[dict[str, Any]]] = {
         "sft": [demonstration(digits, generator.random() < good_fraction) for digits in draw(sft)],
-        "train": [rl_row(digits, "train", index) for index, digits in enumerate(draw(train))],
-        "val": [rl_row(f"{number:0{DIGITS}d}", "val", index) for index, number in enumerate(held_out)],
+        "train": [prompt_row(digits, "train", index) for index, digits in enumerate(draw(train))],
+        "val": [prompt_row(f"{number:0{DIGITS}d}", "val", index) for index, number in enumerate(held_out)],
     }
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, rows in sets.items():
-        pq.write_table(pa.Table.from_pylist(rows), directory / f"{name}.parquet")
-    return sets
+    return save_sets(directory, sets)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("outputs/quickstart"))
-    parser.add_argument("--seed", type=int, default=1, help="seed of the model's weights and of the data")
-    parser.add_argument("--sft", type=int, default=6400, help="demonstrations")
-    parser.add_argument("--train", type=int, default=3840, help="training prompts")
-    parser.add_argument("--val", type=int, default=200, help="validation prompts")
+    parser = task_parser(__doc__, "outputs/quickstart", sft=6400, train=3840, val=200)
     parser.add_argument("--good-fraction", type=float, default=0.65, help="part of the demonstrations that is right")
     parser.add_argument("--heads", type=int, default=4, help="attention heads of the model, of 96 values in all")
     parser.add_argument("--kv-heads", type=int, default=2, help="heads of keys and values")
@@ -103,9 +90,7 @@ def main() -> None:
         val=arguments.val,
         good_fraction=arguments.good_fraction,
     )
-    counts = ", ".join(f"{name} {len(rows)}" for name, rows in sets.items())
-    print(f"{arguments.output}: model with {parameters:,} parameters; rows: {counts}")
-    print("a demonstration:", sets["sft"][0], "\na prompt:", sets["train"][0])
+    print_task(arguments.output, parameters, sets)
 
 
 if __name__ == "__main__":

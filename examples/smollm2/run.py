@@ -10,7 +10,6 @@ and after. On GPUs the same command runs with other device, precision and engine
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from report import draw_reward_curve, print_phases, print_table, read_metrics, show_samples, summarise  # noqa: E402
+from report import report_run  # noqa: E402
 from shell import run  # noqa: E402
 
 
@@ -77,13 +76,8 @@ def main() -> None:
         output / "rl.log",
         env={"VERL_FILE_LOGGER_PATH": str(metrics_file)},
     )
-    metrics = read_metrics(metrics_file)
-    result = summarise(metrics, last=10) | {"seconds": round(time.perf_counter() - started, 1), "seed": arguments.seed}
-    (output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    draw_reward_curve(metrics, output / "reward.png", title="SmolLM2-135M-Instruct, GRPO on one-digit sums")
-    show_samples(output / "validation", count=6)
-    print_phases(metrics)
-    print_table(result)
+    title = "SmolLM2-135M-Instruct, GRPO on one-digit sums"
+    report_run(output, arguments.seed, time.perf_counter() - started, title, last=10, samples=6)
 
 
 if __name__ == "__main__":
