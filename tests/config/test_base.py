@@ -146,8 +146,8 @@ def test_micro_batch_is_a_size_or_a_token_budget():
             "pack_weights=True: is a setting of rollout.name=hf; leave it out",
         ),
         (
-            RolloutConfig(enforce_eager=False),
-            "enforce_eager=False: is a setting of rollout.name=vllm and sglang; leave it out, or set one of these",
+            RolloutConfig(enforce_eager=False, pack_weights=True),
+            "pack_weights=True: compiled layers (enforce_eager=False) take plain weights; leave one of them out",
         ),
         (
             RolloutConfig(engine_kwargs=EngineKwargsConfig(vllm={"block_size": 32})),

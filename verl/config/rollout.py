@@ -69,7 +69,6 @@ _ENGINE_KEYS: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("tensor_model_parallel_size", (1,)),
     ("enable_chunked_prefill", (None, False)),
     ("enable_prefix_caching", (None, False)),
-    ("enforce_eager", (None, True)),
 )
 
 
@@ -209,7 +208,9 @@ class RolloutConfig(Config):
         None, "Reuse the cache of equal beginnings of prompts (vllm, sglang); not given = yes."
     )
     enforce_eager: bool | None = opt(
-        None, "Run without CUDA graphs and compilation (vllm, sglang); not given = on CPUs only."
+        None,
+        "Run without CUDA graphs and compilation; not given = on CPUs only, and always with hf, where False compiles "
+        "norms and feed-forward layers.",
     )
     pack_weights: bool | None = opt(
         None,
@@ -341,6 +342,8 @@ class RolloutConfig(Config):
                         f"{key}={value!r}: is a setting of rollout.name=vllm and sglang; leave it out, or set one of "
                         "these"
                     )
+        if self.pack_weights and self.name == "hf" and self.enforce_eager is False:
+            yield "pack_weights=True: compiled layers (enforce_eager=False) take plain weights; leave one of them out"
         if self.pack_weights is not None and self.name != "hf":
             yield f"pack_weights={self.pack_weights!r}: is a setting of rollout.name=hf; leave it out"
         if self.server_urls and self.name != "sglang":

@@ -216,7 +216,12 @@ def _rollout_items(config: PPOConfig, shape: ModelShape, device: torch.device, w
     for phase in PHASES[1:]:
         if phase not in freed or (rollout.name == "hf" and world > 1):
             yield Item("rollout", "rollout weights", phase, weights)
-    if rollout.name == "hf" and device.type == "cpu" and rollout.pack_weights is not False:
+    if (
+        rollout.name == "hf"
+        and device.type == "cpu"
+        and rollout.pack_weights is not False
+        and rollout.enforce_eager is not False
+    ):
         matrices = [math.prod(p) for p in shape.parameters if len(p) == 2 and math.prod(p) >= PACKED_FROM]
         yield Item("rollout", "packed weights", "generate", sum(matrices) * dtype.itemsize)
     samples = config.data.train_batch_size * rollout.n * parallel // world

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ from tests.workers.engine.reference import (
     value_loss,
 )
 from verl.errors import CheckpointError, ConfigError
+from verl.models.decoder import decoder_layers
 from verl.utils.metrics import MetricSet
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.fsdp import FSDPEngine
-from verl.workers.engine.sharding import decoder_layers
 
 WHOLE = MicroBatching()
 TRAINED = frozenset({"model", "optimizer", "extra"})
@@ -95,6 +96,20 @@ def test_choices_without_effect_agree_closely(tiny_model_dir: str, batch: dict[s
     for name, first in results[0].items():
         for other in results[1:]:
             assert other[name] == pytest.approx(first, rel=1e-6, abs=1e-7), name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_compilation_changes_rounding_only(
+    tiny_model_dir: str, batch: dict[str, Tensor], reference: dict[str, Any]
+) -> None:
+    engine = make_engine(tiny_model_dir, fsdp={"use_torch_compile": True})
+    out = engine.forward(batch, POLICY, micro=WHOLE, temperature=TEMPERATURE)
+    for name in POLICY:
+        torch.testing.assert_close(out[name], reference[name], rtol=1e-5, atol=1e-5)
+    values = engine.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE, temperature=TEMPERATURE).values_by_name()
+    assert values["loss"] == pytest.approx(reference["loss"][0], rel=1e-5, abs=1e-6)
+    assert values["grad_norm"] == pytest.approx(reference["grad_norm"][0], rel=1e-4)
 
 
 def test_gradient_checkpointing_changes_no_bit(tiny_model_dir: str, batch: dict[str, Tensor]) -> None:

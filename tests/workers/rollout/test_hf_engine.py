@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,17 @@ def test_greedy_equals_transformers_generate(family: str, tmp_path: Path) -> Non
     completions = generate(loaded_engine(model, tmp_path), prompts, SamplingParams(12, temperature=0.0))
     for prompt, completion in zip(prompts, completions, strict=True):
         assert completion.token_ids == reference_greedy(model, prompt, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_compiled_layers_give_the_same_tokens(tmp_path: Path) -> None:
+    model = make_model("qwen2")
+    engine = loaded_engine(model, tmp_path, enforce_eager=False)
+    assert engine.packed is None
+    prompts = random_prompts(RAGGED)
+    for prompt, completion in zip(prompts, generate(engine, prompts, SamplingParams(6, temperature=0.0)), strict=True):
+        assert completion.token_ids == reference_greedy(model, prompt, 6)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

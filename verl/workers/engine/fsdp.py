@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from verl.errors import ConfigError
+from verl.models.decoder import compile_dense_parts, decoder_layers
 from verl.models.heads import HEADS, HeadModel, PolicyModel
 from verl.models.loading import (
     LOADERS,
@@ -42,7 +43,6 @@ from verl.workers.engine.sharding import (
     Precision,
     ShardPlacement,
     clip_grad_norm,
-    decoder_layers,
     make_mesh,
     make_sequence_mesh,
     shard_model,
@@ -141,7 +141,7 @@ class FSDPEngine(TrainEngine):
         elif self.model_config.enable_gradient_checkpointing:
             hf_model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.fsdp_config.use_torch_compile:
-            _compile_dense_parts(decoder_layers(hf_model, []))
+            compile_dense_parts(decoder_layers(hf_model, []))
         self.module: HeadModel = HEADS[self.head](hf_model)
         if isinstance(self.module, PolicyModel):
             saving = self.model_config.use_fused_kernels or self.fsdp_config.entropy_checkpointing
@@ -453,14 +453,6 @@ def _make_optimizer(config: OptimConfig, parameters: list[nn.Parameter]) -> torc
     if config.optimizer in ("Adam", "AdamW"):
         settings |= {"betas": (float(config.betas[0]), float(config.betas[1])), "eps": config.eps, "fused": True}
     return kind(parameters, **settings)
-
-
-def _compile_dense_parts(layers: list[nn.Module]) -> None:
-    """Compile what has no data-dependent Python in it: everything in a layer but its attention."""
-    for layer in layers:
-        for name, child in layer.named_children():
-            if "attn" not in name and "attention" not in name.removesuffix("_layernorm").removesuffix("_norm"):
-                child.compile(dynamic=True)
 
 
 __all__ = ["FSDPEngine"]

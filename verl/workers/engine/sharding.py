@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from verl.errors import ConfigError
+from verl.models.decoder import decoder_layers
 from verl.models.heads import HeadModel
 from verl.models.loading import DTYPES
 from verl.models.sliced import local_part
@@ -82,30 +82,6 @@ def make_sequence_mesh(device: torch.device, size: int) -> DeviceMesh:
             f"fsdp_config.ulysses_sequence_parallel_size={size} does not divide the {world} ranks; use a divisor"
         )
     return init_device_mesh(device.type, (world // size, size), mesh_dim_names=("dp", "sp"))
-
-
-def decoder_layers(model: PreTrainedModel, class_names: list[str]) -> list[nn.Module]:
-    """The modules that become one unit of sharding each.
-
-    Args:
-        model: a Transformers model.
-        class_names: classes to look for; empty means those that the model says must not be split.
-
-    Raises:
-        ConfigError: no module has such a class.
-    """
-    names = set(class_names) or set(model._no_split_modules or ())
-    found = [module for module in model.modules() if type(module).__name__ in names]
-    if not found and not class_names:
-        found = list(getattr(model.base_model, "layers", []))
-    if not found:
-        raise ConfigError(
-            f"no module of {type(model).__name__} is a {sorted(names) or 'decoder layer'}; set "
-            "fsdp_config.wrap_policy.transformer_layer_cls_to_wrap to the class name of its layers"
-        )
-    # A unit inside a unit would be gathered twice.
-    inner = {id(child) for module in found for child in module.modules() if child is not module}
-    return [module for module in found if id(module) not in inner]
 
 
 #: (parameters by name, number of shards) -> ``shard_placement_fn`` of ``fully_shard``

@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from verl.errors import ConfigError, RolloutError, VerlError, WeightSyncError
+from verl.models.decoder import compile_dense_parts, decoder_layers
 from verl.utils.device import empty_cache, get_torch_device
 from verl.utils.distributed import get_world_size
 from verl.workers.rollout.base import (
@@ -77,7 +78,11 @@ class HFRolloutEngine(RolloutEngine):
         text_config = config.get_text_config()
         self.module = build_module(config, self.dtype, self.device, trust_remote_code=model_config.trust_remote_code)
         self.weights = ModuleWeights(self.module, self.dtype, self.device)
-        self.packed = self._packed_linears(rollout_config.pack_weights)
+        compiled = rollout_config.enforce_eager is False
+        if compiled:
+            compile_dense_parts(decoder_layers(self.module, []))
+        # the compiler does not know packed products
+        self.packed = None if compiled else self._packed_linears(rollout_config.pack_weights)
         self.max_model_len: int | None = rollout_config.max_model_len or None
         self._row_tokens = int(rollout_config.prompt_length) + int(rollout_config.response_length)
         self._warned_of_memory = False
