@@ -307,6 +307,22 @@ def test_turns_and_tokens_run_out(programs: Programs, limit: dict[str, Any]) -> 
     assert len(trajectory.output.response_ids) <= 40 or len(reasons) == 4
 
 
+def test_an_agent_that_does_not_know_limits_ends_with_what_it_has(programs: Programs) -> None:
+    async def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        messages = list(row["raw_prompt"])
+        await client.post("/reward", body={"reward": 0.5}, cast_to=object)
+        while True:
+            choice = await ask(client, messages)
+            messages += [{"role": "assistant", "content": choice.message.content}, *one("more")]
+
+    (trajectory,) = programs.run(agent, lambda text: "ok<|end|>", multi_turn={"max_assistant_turns": 2})
+    assert trajectory.aborted is None, trajectory.info
+    assert trajectory.info["counts"] == {"truncated": 1}
+    assert text_of(trajectory) == "ok<|end|><|user|>more<|end|><|assistant|>ok<|end|>"
+    assert trajectory.output.reward_score == 0.5
+
+
 def test_agents_that_raise_hang_or_do_nothing(programs: Programs) -> None:
     async def agent(base_url: str, api_key: str, row: dict[str, Any]) -> Any:
         client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)

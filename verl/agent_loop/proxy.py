@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from verl.config import RolloutConfig
+
+logger = logging.getLogger(__name__)
 
 
 @register("openai_agent")
@@ -63,7 +66,10 @@ class OpenAIAgentLoop(AgentLoopBase):
             except Exception as error:
                 if session.failure is not None:
                     raise session.failure from error  # what the agent saw is only its echo
-                raise
+                if not session.cut_short:
+                    raise
+                logger.info("an agent that had used up its turns or tokens ended with %r", error)
+                result = None
             if session.failure is not None:
                 raise session.failure
         return self._finish(session, result)

@@ -71,6 +71,7 @@ class ProxySession:
         conversation: None before the first request.
         reward: the reward that was given over HTTP.
         failure: what ended the trajectory for good; every further request is refused.
+        cut_short: a request was refused because turns or tokens were used up.
     """
 
     def __init__(self, context: AgentContext, sampling_params: Mapping[str, Any], sample: Sampler) -> None:
@@ -78,6 +79,7 @@ class ProxySession:
         self.conversation: Conversation | None = None
         self.reward: float | None = None
         self.failure: Exception | None = None
+        self.cut_short = False
         self.turns = 0
         self._own = SamplingParams(**{**sampling_params, "max_tokens": 1})
         self._sample = sample
@@ -114,6 +116,7 @@ class ProxySession:
             if self.failure is not None:
                 raise ApiError(400, f"the trajectory has ended: {self.failure}", code="trajectory_ended")
             if self._over:
+                self.cut_short = True
                 raise ApiError(
                     400, "the trajectory has used up its turns or tokens; finish with what there is", code="over"
                 )
