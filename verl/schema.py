@@ -181,7 +181,7 @@ _TABLE = (
     Field("tool_rewards", _ROW, OBJECT, "agent loop", "reward", "What tools gave for turns and the trajectory."),
     Field("player", _ROW, OBJECT, "agent loop", "reward, metrics", "Whose row it is, of several players."),
     Field("interaction_rewards", _ROW, OBJECT, "agent loop", "reward", "What a user or environment gave for turns."),
-    Field("multi_modal_inputs", _ROW, OBJECT, "data", "engines", "Processed images and videos of the prompt."),
+    Field("multi_modal_inputs", _ROW, OBJECT, "data", "rollout, engines", "Processed images of the prompt, or None."),
 )
 
 #: every field of the batch by name
@@ -206,6 +206,12 @@ STAGES: Mapping[str, tuple[str, ...]] = {
     "process_rewards": (*_LOSS, "rm_ref_log_prob"),
     "update_reward_model": (*_LOSS, "rm_ref_log_prob", "outcomes"),
 }
+
+#: columns that the workers of a stage read where a batch has them
+OPTIONAL_COLUMNS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
+    ("log_prob", "values", "update_actor", "update_critic", "process_rewards", "update_reward_model"),
+    ("multi_modal_inputs",),
+)
 
 
 def check_batch(batch: T, stage: str, require: Iterable[str] = ()) -> T:

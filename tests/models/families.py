@@ -21,6 +21,15 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+_VISION = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+_VISION_TOKENS = {
+    "image_token_id": 57,
+    "video_token_id": 58,
+    "vision_start_token_id": 59,
+    "vision_end_token_id": 60,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen2_sliding": {
@@ -94,6 +103,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.5, "tie_word_embeddings": True},
     "granite": {"logits_scaling": 3.0},
     "gpt_oss": {"head_dim": 16, "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_5_vl": {
+        **_VISION_TOKENS,
+        "vision_config": {
+            **_VISION,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "out_hidden_size": 32,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+        "tie_word_embeddings": True,
+    },
+    "qwen2_vl": {
+        **_VISION_TOKENS,
+        "vision_config": {**_VISION, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
+        "tie_word_embeddings": False,
+    },
 }
 
 

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, PreTrainedModel
 
 from tests.models.families import make_batch
+from tests.models.images import Inputs, example_rows, image_batch
 from tests.workers.engine.reference import POLICY, TEMPERATURE, make_engine, policy_loss, run_reference
 from tests.workers.rollout.helpers import generate, hf_rollout, make_model, random_prompts, reference_greedy
+from verl.models.loading import language_model_class
+from verl.models.vision import ImageTokens
 from verl.workers.engine.base import MicroBatching
 from verl.workers.rollout.base import SamplingParams
 from verl.workers.sharding_manager.sync import WeightSync
@@ -32,8 +35,15 @@ def save_model(family: str, directory: Path) -> str:
     return str(directory)
 
 
-def batch() -> TensorDict:
-    """Ragged rows, pairs with equal prompts, a hole in one response."""
+def reads_images(path: str) -> bool:
+    """Whether a model directory holds a vision-language model."""
+    return ImageTokens.of(AutoConfig.from_pretrained(path)) is not None
+
+
+def batch(path: str) -> TensorDict:
+    """Ragged rows, some with equal prompts, a hole in one response; with images where the model reads them."""
+    if reads_images(path):
+        return image_batch()[0]
     rows = make_batch([5, 5, 9, 9, 3, 3], [3, 7, 1, 6, 2, 9], equal_prompts_of=2)
     rows["response_mask"][5, 2:4] = 0
     generator = torch.Generator().manual_seed(3)
@@ -41,12 +51,32 @@ def batch() -> TensorDict:
     return TensorDict(rows, batch_size=[6])
 
 
+def reference(path: str, model_path: str, steps: int) -> dict[str, Any]:
+    """Numbers of plain Transformers for the rows that are meant for ``path``."""
+    images = image_batch()[1] if reads_images(path) else None
+    return run_reference(model_path, dict(batch(path).items()), steps=steps, images=images)
+
+
+def prompts(path: str) -> tuple[list[list[int]], list[Inputs | None]]:
+    """Prompts to answer, and their images."""
+    if reads_images(path):
+        return example_rows()
+    drawn = random_prompts(PROMPTS)
+    return drawn, [None] * len(drawn)
+
+
+def transformers_model(path: str) -> PreTrainedModel:
+    """The model in plain Transformers."""
+    model_class = language_model_class(AutoConfig.from_pretrained(path))
+    return model_class.from_pretrained(path, attn_implementation="eager").eval()
+
+
 def step(path: str, **settings: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Outputs before, and numbers of, one update."""
     engine = make_engine(path, **settings)
-    out = engine.forward(batch(), POLICY, micro=MicroBatching(size=4), temperature=TEMPERATURE)
+    out = engine.forward(batch(path), POLICY, micro=MicroBatching(size=4), temperature=TEMPERATURE)
     metrics = engine.train_batch(
-        batch(), policy_loss, want=POLICY, micro=MicroBatching(size=4), temperature=TEMPERATURE
+        batch(path), policy_loss, want=POLICY, micro=MicroBatching(size=4), temperature=TEMPERATURE
     )
     return out, metrics.values_by_name()
 
@@ -59,7 +89,7 @@ def close(got: dict[str, float], want: dict[str, float]) -> None:
 
 def trains_as_transformers(path: str, directory: Path) -> None:
     """Log-probabilities, entropy, loss and gradient norm are those of plain Transformers, one row at a time."""
-    want = run_reference(path, dict(batch().items()), steps=1)
+    want = reference(path, path, steps=1)
     out, numbers = step(path)
     for name in POLICY:
         torch.testing.assert_close(out[name], want[name], rtol=1e-5, atol=1e-5)
@@ -81,8 +111,7 @@ def checkpoints_gradients(path: str, directory: Path) -> None:
 
 def generates(path: str, directory: Path) -> None:
     """The built-in engine's greedy tokens are those of Transformers' ``generate``."""
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
-    _same_greedy(hf_rollout(path), model, sync_from=make_engine(path))
+    _same_greedy(path, hf_rollout(path), transformers_model(path), sync_from=make_engine(path))
 
 
 def generates_after_an_update(path: str, directory: Path) -> None:
@@ -90,23 +119,23 @@ def generates_after_an_update(path: str, directory: Path) -> None:
     engine = make_engine(path, optim={"lr": 0.1})  # large enough that greedy tokens change in every family
     rollout = hf_rollout(path)
     WeightSync(engine, rollout).sync(1)
-    before = _greedy(rollout)
-    engine.train_batch(batch(), policy_loss, want=POLICY, micro=WHOLE)
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    before = _greedy(path, rollout)
+    engine.train_batch(batch(path), policy_loss, want=POLICY, micro=WHOLE)
+    model = transformers_model(path)
     missing = model.load_state_dict(dict(engine.named_tensors()), strict=False)
     assert not missing.unexpected_keys
-    _same_greedy(rollout, model, sync_from=engine, version=2)
-    assert _greedy(rollout) != before, "the step was too small to show"
+    _same_greedy(path, rollout, model, sync_from=engine, version=2)
+    assert _greedy(path, rollout) != before, "the step was too small to show"
 
 
 def saves_for_transformers(path: str, directory: Path) -> None:
     """What the engine writes as a Hugging Face model loads in Transformers with the same numbers."""
     engine = make_engine(path)
-    engine.train_batch(batch(), policy_loss, want=POLICY, micro=WHOLE)
+    engine.train_batch(batch(path), policy_loss, want=POLICY, micro=WHOLE)
     engine.save(directory / "saved", frozenset({"hf_model"}))
     (exported,) = {config.parent for config in (directory / "saved").rglob("config.json")}
-    want = engine.forward(batch(), POLICY, micro=WHOLE, temperature=TEMPERATURE)
-    got = run_reference(str(exported), dict(batch().items()), steps=0)
+    want = engine.forward(batch(path), POLICY, micro=WHOLE, temperature=TEMPERATURE)
+    got = reference(path, str(exported), steps=0)
     for name in POLICY:
         torch.testing.assert_close(want[name], got[name], rtol=1e-5, atol=1e-5)
 
@@ -125,11 +154,14 @@ CHECKS: dict[str, Callable[[str, Path], None]] = {
 UNSUPPORTED: dict[tuple[str, str], str] = {}
 
 
-def _greedy(rollout: Any) -> list[list[int]]:
-    out = generate(rollout, random_prompts(PROMPTS), SamplingParams(8, temperature=0.0))
+def _greedy(path: str, rollout: Any) -> list[list[int]]:
+    asked, images = prompts(path)
+    out = generate(rollout, asked, SamplingParams(8, temperature=0.0), images)
     return [completion.token_ids for completion in out]
 
 
-def _same_greedy(rollout: Any, model: torch.nn.Module, *, sync_from: Any, version: int = 1) -> None:
+def _same_greedy(path: str, rollout: Any, model: torch.nn.Module, *, sync_from: Any, version: int = 1) -> None:
     WeightSync(sync_from, rollout).sync(version)
-    assert _greedy(rollout) == [reference_greedy(model, prompt, 8) for prompt in random_prompts(PROMPTS)]
+    asked, images = prompts(path)
+    want = [reference_greedy(model, prompt, 8, shown) for prompt, shown in zip(asked, images, strict=True)]
+    assert _greedy(path, rollout) == want

@@ -13,13 +13,14 @@ from transformers import AutoModelForCausalLM
 from tests.models.families import FAMILIES, make_config
 from verl.config import ModelConfig
 from verl.errors import ConfigError
-from verl.models.loading import load_causal_lm, load_value_model
+from verl.models.loading import language_model_class, load_causal_lm, load_value_model
 from verl.models.sliced import DeferredWeights
 
 
 def save(family: str, directory: Path, **options: Any) -> ModelConfig:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(make_config(family), dtype=torch.float32)
+    config = make_config(family)
+    model = language_model_class(config).from_config(config, dtype=torch.float32)
     model.save_pretrained(directory, **options)
     return ModelConfig(path=str(directory))
 

@@ -76,6 +76,11 @@ class Trajectory:
 def rows_from_batch(batch: DataProto, config: RolloutConfig, *, seed: int, step: int, validate: bool) -> list[Row]:
     """One row for each sample; seeds are those of generation without agent loops."""
     requests = requests_from_batch(batch, config, seed=seed, step=step, validate=validate)
+    if any(request.images is not None for request in requests):
+        raise DataError(
+            "agent loops read text alone and the prompts have images; answer them in one turn "
+            "(actor_rollout_ref.rollout.multi_turn.enable=False and no agent), or leave the images out"
+        )
     columns = {name: batch.non_tensor_batch[name] for name in ROW_FIELDS if name in batch.non_tensor_batch}
     indices = batch.batch["sample_index"].tolist() if "sample_index" in batch.batch else range(len(requests))
     rows = []

@@ -8,6 +8,7 @@ from typing import Any
 
 from verl.config.base import Config, opt, section
 
+DEFAULT_IMAGE_KEY = "images"
 TRUNCATIONS = ("error", "left", "right", "middle")
 
 
@@ -31,6 +32,17 @@ class DataConfig(Config):
     train_files: list[str] = opt([], "Training files, Parquet or JSONL: one path or a list.")
     val_files: list[str] = opt([], "Validation files, Parquet or JSONL: one path or a list; empty = no validation.")
     prompt_key: str = opt("prompt", "Column with the chat messages.")
+    image_key: str = opt(
+        DEFAULT_IMAGE_KEY,
+        "Column with a prompt's images, each bytes, a path or a mapping with one of them; `<image>` in the text is the "
+        "place of each.",
+    )
+    image_min_pixels: int | None = opt(
+        None, "Smaller images are enlarged to about this many pixels; not given = as the model's processor says.", ge=1
+    )
+    image_max_pixels: int | None = opt(
+        None, "Larger images are reduced to about this many pixels; not given = as the model's processor says.", ge=1
+    )
     reward_fn_key: str = opt("data_source", "Column that selects the scorer.")
     max_prompt_length: int = opt(512, "Longest prompt, in tokens.", ge=1)
     max_response_length: int = opt(512, "Longest response, in tokens.", ge=1)

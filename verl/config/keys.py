@@ -282,13 +282,8 @@ UNSUPPORTED: Sequence[Unsupported] = (
     ),
     # data
     Unsupported(
-        "data.image_key",
-        "names a column of images, which this version does not read; train on text prompts",
-        ("images",),
-    ),
-    Unsupported(
         "data.video_key",
-        "names a column of videos, which this version does not read; train on text prompts",
+        "names a column of videos, which this version does not read; use frames of them as images (data.image_key)",
         ("videos",),
     ),
     # profilers

@@ -2,7 +2,7 @@
 
 from verl.data.collate import collate_fn
 from verl.data.loader import ResumableDataLoader, create_dataloader
-from verl.data.rl_dataset import RLHFDataset, create_dataset, get_dataset_class
+from verl.data.rl_dataset import RLHFDataset, create_dataset, get_dataset_class, has_images
 
 __all__ = [
     "RLHFDataset",
@@ -11,4 +11,5 @@ __all__ = [
     "create_dataloader",
     "create_dataset",
     "get_dataset_class",
+    "has_images",
 ]

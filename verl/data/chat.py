@@ -15,11 +15,15 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 
-def as_messages(value: Any) -> list[Message]:
+def as_messages(value: Any, *, parts: bool = False) -> list[Message]:
     """Check a conversation and return it as plain dictionaries.
 
     Keys that are ``None`` are dropped, except ``content``: Parquet gives every message the keys of all messages, and a
     template would see ``tool_calls: None`` as present.
+
+    Args:
+        value: the conversation.
+        parts: contents may be lists of parts, ``{"type": "text", "text": ...}`` and ``{"type": "image"}``.
 
     Raises:
         DataError: not a non-empty list of messages with a ``role`` and a ``content``; the caller adds the row.
@@ -38,10 +42,23 @@ def as_messages(value: Any) -> list[Message]:
         content = message.get("content")
         if content is None and "tool_calls" in message:
             content = message["content"] = ""
-        if not isinstance(content, str):
+        if parts and isinstance(content, list | tuple | np.ndarray):
+            message["content"] = [_part(item, number) for item in content]
+        elif not isinstance(content, str):
             raise DataError(f"message {number} has content {_short(content)}; expected a string")
         messages.append(message)
     return messages
+
+
+def _part(value: Any, number: int) -> dict[str, str]:
+    if isinstance(value, Mapping) and value.get("type") == "text" and isinstance(value.get("text"), str):
+        return {"type": "text", "text": value["text"]}
+    if isinstance(value, Mapping) and value.get("type") == "image" and value.get("image") is None:
+        return {"type": "image"}
+    raise DataError(
+        f"message {number} has the part {_short(value)}; expected {{'type': 'text', 'text': ...}} or "
+        "{'type': 'image'}, with the images themselves in their column"
+    )
 
 
 def render(

@@ -6,6 +6,7 @@ import bisect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -167,10 +168,14 @@ class Rows:
         file, local = self._locate(index)
         return file.place(local)
 
+    def directory(self, index: int) -> Path:
+        """Directory of a row's file."""
+        return Path(self._locate(index)[0].path).parent
+
     def column(self, name: str) -> Iterator[Any]:
-        """The values of one column over all files."""
+        """The values of one column over all files; ``None`` for the rows of a file that lacks it."""
         for file in self.files:
-            yield from file.column(name)
+            yield from file.column(name) if name in file.columns else repeat(None, len(file))
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from verl.data.chat import as_messages
 from verl.data.files import Row, Rows
+from verl.data.images import reject_images
 from verl.data.sft_dataset import answer_tokens, conversation_tokens
 from verl.errors import DataError
 
@@ -58,6 +59,7 @@ class PreferenceDataset(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = self.rows[index]
         try:
+            reject_images(row, "preference training")
             return {
                 "chosen": self._side(row, self.config.chosen_key),
                 "rejected": self._side(row, self.config.rejected_key),

@@ -6,7 +6,7 @@ import logging
 import multiprocessing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,20 +14,30 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from verl.config import DataConfig
+from verl.config.data import DEFAULT_IMAGE_KEY
 from verl.data.chat import Message, as_messages, encode, render
 from verl.data.collate import collate_fn
 from verl.data.files import Row, Rows
+from verl.data.images import ImageReader, as_values, reject_images, require_pillow, with_image_parts
 from verl.errors import ConfigError, DataError
 from verl.utils.dynamic_import import load_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RLHFDataset", "collate_fn", "create_dataset", "get_dataset_class"]
+__all__ = ["RLHFDataset", "collate_fn", "create_dataset", "get_dataset_class", "has_images"]
 
 logger = logging.getLogger(__name__)
 
-_MADE_HERE = ("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "raw_prompt", "index")
+_MADE_HERE = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "raw_prompt_ids",
+    "raw_prompt",
+    "index",
+    "multi_modal_inputs",
+)
 _CHUNK = 512
 
 
@@ -41,13 +51,14 @@ class RLHFDataset(Dataset):
     Items hold ``input_ids``, ``attention_mask``, ``position_ids`` (int64, length ``max_prompt_length``, left-padded),
     ``raw_prompt_ids`` (list without padding), ``raw_prompt`` (the messages, if ``return_raw_chat``), ``index``
     (``extra_info["index"]``, or the row's number), ``tools_kwargs`` and ``interaction_kwargs`` (from ``extra_info``, or
-    empty) and the row's remaining columns.
+    empty) and the row's remaining columns. Where some row has images, they also hold ``multi_modal_inputs``:
+    ``pixel_values`` (patches, numbers of a patch) and ``image_grid_thw`` (images, 3), or None for a row without.
 
     Args:
         data_files: a path or a list of paths to ``.parquet``, ``.jsonl`` or ``.json`` files.
         tokenizer: the model's tokenizer.
         config: the ``data`` section, or a mapping with its keys.
-        processor: accepted for the signature's sake; images are rejected.
+        processor: of a vision-language model (``image_processor`` and ``image_token_id`` are used); needed for images.
 
     Raises:
         DataError: a file or row is not as described (the message names it), or no prompt is left after filtering.
@@ -69,7 +80,31 @@ class RLHFDataset(Dataset):
         if clash:
             raise DataError(f"column {clash[0]!r} has the name of a field made here; rename it in the data file")
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
+        self._images = self._image_reader()
         self._indices = self._usable_rows()
+
+    @property
+    def has_images(self) -> bool:
+        """Whether some row has an image."""
+        return self._images is not None
+
+    def _image_reader(self) -> ImageReader | None:
+        """What reads the images; None where no row has any."""
+        config, key = self.config, self.config.image_key
+        if key not in self.rows.columns:
+            if key != DEFAULT_IMAGE_KEY:
+                raise DataError(f"data.image_key={key!r}: there is no such column; the data has {self.rows.columns}")
+            return None
+        if not any(as_values(value) for value in self.rows.column(key)):
+            return None
+        require_pillow()
+        if not hasattr(self.processor, "image_processor"):
+            raise DataError(
+                f"{self.rows.files[0].path} has images (data.image_key={key!r}), and the model has no processor of "
+                "images; use a vision-language model, whose directory has a preprocessor_config.json, or leave the "
+                "column out"
+            )
+        return ImageReader(self.processor, min_pixels=config.image_min_pixels, max_pixels=config.image_max_pixels)
 
     def _usable_rows(self) -> list[int]:
         """Check every prompt's form; drop those that are too long, if asked to."""
@@ -102,35 +137,63 @@ class RLHFDataset(Dataset):
 
     def _conversation(self, value: Any) -> str | list[Message]:
         if not isinstance(value, str):
-            return as_messages(value)
+            return as_messages(value, parts=self.has_images)
         return [{"role": "user", "content": value}] if self._has_template else value
+
+    def _shown(self, conversation: str | list[Message], images: list[Any]) -> str | list[Message]:
+        """A conversation with its images in their places."""
+        if not self.has_images:
+            return conversation
+        if not isinstance(conversation, str):
+            return with_image_parts(conversation, len(images))
+        if images:
+            raise DataError("the row has images, and the tokenizer no chat template that says where they stand")
+        return conversation
+
+    def _prompts(self) -> Iterator[tuple[str | list[Message], int]]:
+        """Every prompt, and how many tokens its images take beyond one for each."""
+        shown = self.rows.column(self.config.image_key) if self.has_images else repeat(None)
+        for index, (conversation, column) in enumerate(zip(self._texts_or_messages(), shown, strict=False)):
+            with self._naming_row(index):
+                images = as_values(column)
+                more = 0
+                if self._images is not None and images:
+                    more = self._images.token_count(images, self.rows.directory(index)) - len(images)
+                yield self._shown(conversation, images), more
 
     def _naming_row(self, index: int) -> _NamingRow:
         return _NamingRow(self.rows, index, self.config.prompt_key)
 
     def _prompt_lengths(self) -> Iterator[int]:
-        prompts = self._texts_or_messages()
+        image_tokens: list[int] = []
+
+        def conversations() -> Iterator[str | list[Message]]:
+            for prompt, more in self._prompts():
+                image_tokens.append(more)
+                yield prompt
+
+        prompts = conversations()
         chunks = iter(lambda: list(islice(prompts, _CHUNK)), [])
         workers = self.config.filter_overlong_prompts_workers or 0
         done = 0
         if workers > 1 and len(self.rows) > _CHUNK:
             # fresh processes: the parent may hold threads (Ray, OpenMP) that a fork would leave broken
             with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-                for result in pool.map(_chunk_lengths, _repeat(self.tokenizer), chunks, _repeat(self.template_kwargs)):
-                    yield from self._checked(result, done)
+                for result in pool.map(_chunk_lengths, repeat(self.tokenizer), chunks, repeat(self.template_kwargs)):
+                    yield from self._checked(result, image_tokens, done)
                     done += len(result)
             return
         for chunk in chunks:
             result = _chunk_lengths(self.tokenizer, chunk, self.template_kwargs)
-            yield from self._checked(result, done)
+            yield from self._checked(result, image_tokens, done)
             done += len(result)
 
-    def _checked(self, lengths: list[int | DataError], start: int) -> Iterator[int]:
-        for offset, length in enumerate(lengths):
-            with self._naming_row(start + offset):
+    def _checked(self, lengths: list[int | DataError], image_tokens: list[int], start: int) -> Iterator[int]:
+        for row, length in enumerate(lengths, start):
+            with self._naming_row(row):
                 if isinstance(length, DataError):
                     raise length
-            yield length
+            yield length + image_tokens[row]
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -139,10 +202,19 @@ class RLHFDataset(Dataset):
         index = self._indices[item]
         row = self.rows[index]
         with self._naming_row(index):
-            conversation = self._conversation(row.pop(self.config.prompt_key))
-            self._reject_images(row)
+            reject_images(row, "this data set", ["videos"])
+            row.pop("videos", None)
+            images = as_values(row.pop(self.config.image_key, None))
+            conversation = self._shown(self._conversation(row.pop(self.config.prompt_key)), images)
             text = conversation if isinstance(conversation, str) else self._render(conversation)
-            token_ids = self._truncated(encode(self.tokenizer, text))
+            token_ids = encode(self.tokenizer, text)
+            if self._images is not None:
+                row["multi_modal_inputs"] = None
+                if images:
+                    inputs = self._images.process(self._images.open(images, self.rows.directory(index)))
+                    token_ids = self._images.expand(token_ids, inputs["image_grid_thw"])
+                    row["multi_modal_inputs"] = inputs
+            token_ids = self._truncated(token_ids, cut=not images)
         row.update(left_padded(token_ids, self.config.max_prompt_length, self.tokenizer.pad_token_id))
         row["raw_prompt_ids"] = token_ids
         if self.config.return_raw_chat:
@@ -158,18 +230,18 @@ class RLHFDataset(Dataset):
     def _render(self, messages: list[Message]) -> str:
         return render(self.tokenizer, messages, add_generation_prompt=True, template_kwargs=self.template_kwargs)
 
-    def _reject_images(self, row: Row) -> None:
-        for key in ("images", "videos"):
-            if row.get(key):
-                raise DataError(f"has {key!r}, but only text prompts are supported; remove the column or use text rows")
-            row.pop(key, None)
-
-    def _truncated(self, token_ids: list[int]) -> list[int]:
+    def _truncated(self, token_ids: list[int], *, cut: bool = True) -> list[int]:
         limit, mode = self.config.max_prompt_length, self.config.truncation
         if not token_ids:
             raise DataError("the prompt has no tokens")
         if len(token_ids) <= limit:
             return token_ids
+        if not cut:
+            raise DataError(
+                f"the prompt has {len(token_ids)} tokens with those of its images, more than data.max_prompt_length="
+                f"{limit}, and prompts with images are not cut; raise the limit, lower data.image_max_pixels, or set "
+                "data.filter_overlong_prompts=True to drop such rows"
+            )
         if mode == "left":
             return token_ids[-limit:]
         if mode == "right":
@@ -215,11 +287,6 @@ def _chunk_lengths(
         texts.append(text)
     lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     return [errors.get(number, length) for number, length in enumerate(lengths)]
-
-
-def _repeat(value: Any) -> Iterator[Any]:
-    while True:
-        yield value
 
 
 def left_padded(token_ids: Sequence[int], length: int, pad_token_id: int) -> dict[str, torch.Tensor]:
@@ -278,3 +345,10 @@ def create_dataset(
     if 0 <= max_samples < len(dataset):  # type: ignore[arg-type]
         return Subset(dataset, range(max_samples))
     return dataset
+
+
+def has_images(dataset: Any) -> bool:
+    """Whether a data set, or what it is a part of, has prompts with images."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return bool(getattr(dataset, "has_images", False))

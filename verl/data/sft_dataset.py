@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, Subset
 from verl.config import ExamplesConfig, SFTDataConfig
 from verl.data.chat import Message, as_messages, encode, render
 from verl.data.files import Row, Rows
+from verl.data.images import reject_images
 from verl.errors import ConfigError, DataError
 from verl.utils.dynamic_import import load_object
 
@@ -70,7 +71,9 @@ class SFTDataset(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         try:
-            token_ids, loss_mask = self._truncated(*self._tokens(self.rows[index]))
+            row = self.rows[index]
+            reject_images(row, "supervised training")
+            token_ids, loss_mask = self._truncated(*self._tokens(row))
         except DataError as error:
             raise DataError(f"{self.rows.place(index)}: {error}") from error.__cause__
         length = len(token_ids)

@@ -278,7 +278,8 @@ def varlen_attention(
     special = _special_kwargs(kwargs)
     mask = attention_mask
     if not isinstance(mask, PackedMask):
-        plan = _ACTIVE.plan
+        # a vision tower, whose attention is not causal, has patches of one image before it and not the packed rows
+        plan = _ACTIVE.plan if getattr(module, "is_causal", True) else None
         if plan is None:
             return _padded_attention(module, query, key, value, mask, dropout, scaling, special, kwargs)
         # A model that builds its masks without Transformers' helpers: all that is left to go by is its window.

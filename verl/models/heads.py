@@ -18,6 +18,7 @@ from verl.errors import ConfigError
 from verl.models.attention import packed_attention
 from verl.models.logprobs import LogitTransform, token_log_probs, token_sum_pi_squared
 from verl.models.packing import RowLayout
+from verl.models.vision import ImageTokens, embed
 
 #: fields that each head can compute
 LM_OUTPUTS = frozenset({"log_probs", "entropys", "sum_pi_squared"})
@@ -37,6 +38,7 @@ class HeadModel(nn.Module, ABC):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.image_tokens = ImageTokens.of(model.config)
 
     @property
     def backbone(self) -> PreTrainedModel:
@@ -60,8 +62,12 @@ class HeadModel(nn.Module, ABC):
         return out.reshape(-1, out.shape[-1])
 
     def _run_backbone(self, layout: RowLayout) -> Tensor:
+        if self.image_tokens is None:
+            given = {"input_ids": layout.input_ids}
+        else:
+            given = {"inputs_embeds": embed(self.backbone, self.image_tokens, layout.input_ids, layout.images)}
         return self.backbone(
-            input_ids=layout.input_ids,
+            **given,
             attention_mask=layout.attention_mask,
             position_ids=layout.position_ids,
             use_cache=False,

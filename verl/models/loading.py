@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedConfig,
@@ -30,6 +31,7 @@ from transformers.utils import logging as hf_logging
 from verl.errors import ConfigError
 from verl.models.attention import IMPLEMENTATION
 from verl.models.sliced import DeferredWeights, build_deferred
+from verl.models.vision import ImageTokens
 from verl.utils.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -131,7 +133,7 @@ def load_hf_config(model_config: ModelConfig) -> PreTrainedConfig:
 def _uses_attention_interface(config: PreTrainedConfig) -> bool:
     """Whether the family lets attention be replaced; code that comes with a model is not trusted to."""
     try:
-        model_class = AutoModelForCausalLM._model_mapping[type(config)]
+        model_class = language_model_class(config)._model_mapping[type(config)]
     except KeyError:
         return False
     return bool(getattr(model_class, "_supports_attention_backend", False))
@@ -191,7 +193,7 @@ def load_causal_lm(
             memory until ``deferred.materialise``. Stays empty where they are read.
     """
     config = hf_config or load_hf_config(model_config)
-    model, _ = _from_pretrained(AutoModelForCausalLM, model_config, dtype, config, deferred=deferred)
+    model, _ = _from_pretrained(language_model_class(config), model_config, dtype, config, deferred=deferred)
     return model
 
 
@@ -262,12 +264,19 @@ LOADERS: dict[str, Callable[..., PreTrainedModel]] = {
 def model_class(head: str, config: PreTrainedConfig) -> Any:
     """The class, or Auto class, of a model with a head, for ``from_pretrained``."""
     if head == "lm":
-        return AutoModelForCausalLM
+        return language_model_class(config)
     if head == "classifier":
         return AutoModelForSequenceClassification
     if type(config) in AutoModelForTokenClassification._model_mapping:
         return AutoModelForTokenClassification
     return _token_classification_class(config)
+
+
+def language_model_class(config: PreTrainedConfig) -> Any:
+    """The Auto class of a model that predicts tokens; models that read images too have one of their own."""
+    if type(config) in AutoModelForCausalLM._model_mapping or ImageTokens.of(config) is None:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText
 
 
 def _token_classification_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

@@ -23,6 +23,7 @@ from verl.models.attention import AttentionPlan, Block, split_into_blocks
 
 if TYPE_CHECKING:
     from verl.models.ulysses import Spread
+    from verl.models.vision import ImageInputs, RowImages
 
 # Sharing prompts pays when at least this part of all tokens disappears.
 _MIN_SHARED = 0.1
@@ -41,7 +42,7 @@ class RowLayout:
 
     Attributes:
         input_ids: (1, T) packed or (B, S') padded.
-        position_ids: same shape.
+        position_ids: same shape; where rows have images, four of them: of text, and the three rotary positions.
         attention_mask: same shape; all ones when packed.
         plan: how packed tokens attend; None when padded.
         predict_index: (N,) positions in the flattened hidden states that predict the N response tokens.
@@ -54,6 +55,7 @@ class RowLayout:
         results: N.
         spread, last_spread: with sequence parallelism, which ranks have the N results and the B last tokens; the
             tokens, the indices and the targets are then this rank's own.
+        images: what replaces placeholder tokens; None without images.
     """
 
     input_ids: Tensor
@@ -70,6 +72,7 @@ class RowLayout:
     results: int
     spread: Spread | None = None
     last_spread: Spread | None = None
+    images: ImageInputs | None = None
 
     def to(self, device: torch.device) -> RowLayout:
         """The same layout on ``device``."""
@@ -87,7 +90,7 @@ class RowLayout:
                 "last_index",
             )
         }
-        carried = {name: getattr(self, name) for name in ("plan", "spread", "last_spread")}
+        carried = {name: getattr(self, name) for name in ("plan", "spread", "last_spread", "images")}
         moved |= {name: None if value is None else value.to(device) for name, value in carried.items()}
         return replace(self, **moved)
 
@@ -111,6 +114,7 @@ def build_layout(
     *,
     packed: bool,
     share_prompts: bool = True,
+    images: RowImages | None = None,
 ) -> RowLayout:
     """Plan the model's input for some rows.
 
@@ -121,6 +125,7 @@ def build_layout(
         response_mask: (B, R), non-zero for the tokens whose results are wanted.
         packed: remove all padding; otherwise keep rows and drop only all-padding columns.
         share_prompts: when packed, let rows with equal prompts share them if that removes a tenth of the tokens.
+        images: of the rows; prompts are equal only if their images are.
 
     Raises:
         SchemaError: a shape does not fit, or a token is to be predicted from nothing.
@@ -153,6 +158,7 @@ def build_layout(
     targets = ids[row, predictor + 1]
     last_col = width - 1 - np.argmax(valid[:, ::-1], axis=1)
     every_row = np.arange(rows)
+    read = positions if images is None else np.concatenate([positions[None], images.positions])
 
     if not packed:
         columns = np.flatnonzero(valid.any(0))
@@ -165,7 +171,7 @@ def build_layout(
         return RowLayout(
             # Padding may hold any number, an index outside the vocabulary too.
             input_ids=_tensor(np.where(valid[:, first:end], ids[:, first:end], 0)),
-            position_ids=_tensor(np.where(valid[:, first:end], positions[:, first:end], 0)),
+            position_ids=_tensor(np.where(valid[:, first:end], read[..., first:end], 0)),
             attention_mask=_tensor(valid[:, first:end].astype(np.int64)),
             plan=None,
             predict_index=_tensor(predict),
@@ -176,13 +182,19 @@ def build_layout(
             response_length=response_length,
             tokens=rows * kept,
             results=results,
+            images=None if images is None else images.take(every_row, np.flatnonzero(images.places[:, first:end])),
         )
 
     lengths = valid.sum(1)
     prompt_lengths = valid[:, :prompt_length].sum(1)
     leader = every_row
     if share_prompts and rows > 1:
-        leader = prompt_leaders(ids[:, :prompt_length], valid[:, :prompt_length], positions[:, :prompt_length])
+        leader = prompt_leaders(
+            ids[:, :prompt_length],
+            valid[:, :prompt_length],
+            positions[:, :prompt_length],
+            None if images is None else images.number,
+        )
         if not sharing_pays(int(prompt_lengths[leader != every_row].sum()), int(lengths.sum())):
             leader = every_row
     follows = leader != every_row
@@ -203,7 +215,7 @@ def build_layout(
     plan = _plan_attention(paths, lengths, prompt_lengths, leader if shared else None, total)
     return RowLayout(
         input_ids=_tensor(ids[stored])[None],
-        position_ids=_tensor(positions[stored])[None],
+        position_ids=_tensor(read[..., stored])[..., None, :],
         attention_mask=torch.ones((1, total), dtype=torch.long),
         plan=plan,
         predict_index=_tensor(predict),
@@ -214,6 +226,7 @@ def build_layout(
         response_length=response_length,
         tokens=total,
         results=results,
+        images=None if images is None else images.take(every_row[~follows], where[images.places & stored]),
     )
 
 
@@ -242,13 +255,18 @@ def _dummy_layout(rows: int, response_length: int) -> RowLayout:
     )
 
 
-def prompt_leaders(ids: np.ndarray, valid: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def prompt_leaders(
+    ids: np.ndarray, valid: np.ndarray, positions: np.ndarray, images: np.ndarray | None = None
+) -> np.ndarray:
     """For each row the number of the first row with the same prompt.
 
     Args:
         ids, valid, positions: (B, P) prompt tokens, which of them are real, and their position ids.
+        images: (B,) equal for rows with equal images.
     """
     clean = np.ascontiguousarray(np.where(valid, ids, -1))
+    if images is not None:
+        clean = np.concatenate([clean, images[:, None]], 1)
     first: dict[bytes, int] = {}
     leader = np.array([first.setdefault(text.tobytes(), number) for number, text in enumerate(clean)], dtype=np.int64)
     same = ((positions == positions[leader]) | ~valid).all(1)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from verl.errors import ConfigError
-from verl.models.loading import load_hf_config, quiet_transformers
+from verl.models.loading import language_model_class, load_hf_config, quiet_transformers
 from verl.models.lora import LoraSettings, add_adapters
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def shape_of(
     """:func:`model_shape` of a Transformers configuration."""
     try:
         with torch.device("meta"), quiet_transformers():
-            model = AutoModelForCausalLM.from_config(
+            model = language_model_class(config).from_config(
                 copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
             )
     except (ValueError, KeyError, NotImplementedError) as error:

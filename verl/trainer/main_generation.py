@@ -123,10 +123,12 @@ class Generator:
 
     def _prompt_ids(self, number: int) -> list[int]:
         from verl.data.chat import as_messages, encode, render
+        from verl.data.images import reject_images
 
-        data = self.config.data
-        prompt = self.rows[number][data.prompt_key]
+        data, row = self.config.data, self.rows[number]
+        prompt = row[data.prompt_key]
         try:
+            reject_images(row, "this command")
             if isinstance(prompt, str) and getattr(self.tokenizer, "chat_template", None):
                 prompt = [{"role": "user", "content": prompt}]
             if not isinstance(prompt, str):

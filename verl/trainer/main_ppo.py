@@ -68,16 +68,17 @@ class TaskRunner:
         from verl.algorithms.kl import get_kl_controller
         from verl.checkpoint.manager import CheckpointManager
         from verl.checkpoint.state import TRAINER_STATE, load_state
+        from verl.data import has_images
         from verl.models.loading import import_external_lib
         from verl.rewards import load_reward_manager
-        from verl.trainer.ppo.checks import check_algorithm
+        from verl.trainer.ppo.checks import check_algorithm, check_images
         from verl.trainer.ppo.placement import build_worker_groups
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.trainer.ppo.scoring import Scorer
         from verl.trainer.ppo.sources import NoSource, steps_in_run
         from verl.trainer.ppo.validation import Validator
         from verl.utils.fs import ensure_writable_dir
-        from verl.utils.tokenizer import load_tokenizer
+        from verl.utils.tokenizer import load_processor, load_tokenizer
 
         config, trainer = self.config, self.config.trainer
         config.check_files()
@@ -90,8 +91,11 @@ class TaskRunner:
         reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
         if hasattr(reward_fn, "close"):  # those of users need not have it
             self._at_end.callback(reward_fn.close)
-        train_loader = None if trainer.val_only else self.build_train_loader(tokenizer)
-        val_loader = self.build_val_loader(tokenizer)
+        processor = load_processor(str(model.path), trust_remote_code=model.trust_remote_code)
+        train_loader = None if trainer.val_only else self.build_train_loader(tokenizer, processor)
+        val_loader = self.build_val_loader(tokenizer, processor)
+        if any(has_images(loader.dataset) for loader in (train_loader, val_loader) if loader is not None):
+            check_images(config)
         batches = 0 if train_loader is None else len(train_loader)
         total_steps = steps_in_run(batches, trainer.total_epochs, trainer.total_training_steps)
         for directory in filter(None, (trainer.rollout_data_dir, trainer.validation_data_dir)):
@@ -150,10 +154,11 @@ class TaskRunner:
 
     @property
     def row_fields(self) -> tuple[str, ...]:
-        """Columns of the data that generation reads: agent loops want more than tokens."""
+        """Columns of the data that generation reads: images, and agent loops want more than tokens."""
         from verl.agent_loop.batch import ROW_FIELDS
 
-        return ROW_FIELDS if self.config.actor_rollout_ref.rollout.agent_loop is not None else ()
+        agents = ROW_FIELDS if self.config.actor_rollout_ref.rollout.agent_loop is not None else ()
+        return ("multi_modal_inputs", *agents)
 
     def build_source(self, dataloader: Any, rollout: Rollout, scorer: Scorer) -> Source:
         """Where training batches come from: generation on request, with the groups filtered where configured."""
@@ -182,25 +187,25 @@ class TaskRunner:
             fill=chosen.on_exhausted == "fill",
         )
 
-    def build_train_loader(self, tokenizer: Any) -> Any:
+    def build_train_loader(self, tokenizer: Any, processor: Any | None) -> Any:
         """The stateful loader of training prompts."""
         from verl.data import create_dataloader, create_dataset
 
         data = self.config.data
-        dataset = create_dataset(data.train_files, tokenizer, data, max_samples=data.train_max_samples)
+        dataset = create_dataset(data.train_files, tokenizer, data, processor, data.train_max_samples)
         batch_size = data.gen_batch_size or data.train_batch_size
         return create_dataloader(
             dataset, data, batch_size=batch_size, shuffle=data.shuffle, seed=self.data_seed, drop_last=True
         )
 
-    def build_val_loader(self, tokenizer: Any) -> Any:
+    def build_val_loader(self, tokenizer: Any, processor: Any | None) -> Any:
         """The loader of validation prompts; None without validation files."""
         from verl.data import create_dataloader, create_dataset
 
         data = self.config.data
         if not data.val_files:
             return None
-        dataset: Any = create_dataset(data.val_files, tokenizer, data, max_samples=data.val_max_samples)
+        dataset: Any = create_dataset(data.val_files, tokenizer, data, processor, data.val_max_samples)
         batch_size = data.val_batch_size or len(dataset)
         return create_dataloader(
             dataset,

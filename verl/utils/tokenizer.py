@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,15 +60,50 @@ def set_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
     logger.info("the tokenizer has no padding token; %r is used for padding", tokenizer.eos_token)
 
 
+@dataclass(frozen=True)
+class ImageTextProcessor:
+    """What reading images takes of a processor, where Transformers' own cannot be made.
+
+    Transformers makes the processor of a model that reads videos too only beside torchvision. Images need Pillow alone.
+
+    Attributes:
+        image_processor: makes patches of images.
+        image_token_id: placeholder of an image in the text.
+    """
+
+    image_processor: Any
+    image_token_id: int
+
+
 def load_processor(path: str, trust_remote_code: bool = False, **kwargs: Any) -> Any | None:
     """The processor of a multi-modal model, or ``None`` for a text model."""
-    from transformers import AutoProcessor, PreTrainedTokenizerBase
+    from transformers import AutoConfig, AutoProcessor, PreTrainedTokenizerBase
 
     try:
-        processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)
-    except (OSError, ValueError):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):  # a directory of a processor alone
+        config = None
+    if config is not None and not set(config.sub_configs) - {"text_config"}:
         return None
+    try:
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)
+    except (OSError, ValueError, ImportError) as error:
+        logger.info("%s: no whole processor (%s)", path, error)
+        return _image_text_processor(path, config, trust_remote_code)
     return None if isinstance(processor, PreTrainedTokenizerBase) else processor
+
+
+def _image_text_processor(path: str, config: Any, trust_remote_code: bool) -> ImageTextProcessor | None:
+    from transformers import AutoImageProcessor
+
+    if getattr(config, "vision_config", None) is None or not hasattr(config, "image_token_id"):
+        return None
+    try:
+        image_processor = AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        logger.info("%s: no processor of images (%s)", path, error)
+        return None
+    return ImageTextProcessor(image_processor, int(config.image_token_id))
 
 
 def hf_tokenizer(name_or_path: str, *, trust_remote_code: bool = False, **kwargs: Any) -> PreTrainedTokenizerBase:

@@ -46,6 +46,7 @@ from verl.utils.metrics import MetricSet, mmax, mmean
 from verl.utils.seeding import derive_seed, set_seed
 from verl.utils.tokenizer import load_tokenizer
 from verl.workers.engine.base import MicroBatching, TrainEngine
+from verl.workers.engine.images import engine_rows
 from verl.workers.losses import actor_loss, critic_loss, implicit_reward_model_loss
 from verl.workers.memory import METER
 from verl.workers.rollout import get_rollout_class
@@ -349,7 +350,7 @@ class ActorRolloutRefWorker(RoleWorker):
         squares = frozenset({"sum_pi_squared"} if self.config.actor.calculate_sum_pi_squared else ())
         with self.actor.resident(optimizer=False):
             out = self.actor.forward(
-                data.batch,
+                engine_rows(data),
                 POLICY_AND_ENTROPY | squares,
                 micro=MicroBatching(*self.config.rollout.log_prob_micro_batch()),
                 temperature=self.config.rollout.temperature,
@@ -364,7 +365,7 @@ class ActorRolloutRefWorker(RoleWorker):
         assert self.ref is not None
         with self.ref.resident(optimizer=False):
             out = self.ref.forward(
-                data.batch,
+                engine_rows(data),
                 POLICY,
                 micro=MicroBatching(*self.config.ref.log_prob_micro_batch()),
                 temperature=self.config.rollout.temperature,
@@ -384,7 +385,7 @@ class ActorRolloutRefWorker(RoleWorker):
         with self.actor.resident(optimizer=True):
             metrics = self.run_update(
                 self.actor,
-                data.batch,
+                engine_rows(data),
                 prefix="actor",
                 loss=self.actor_loss,
                 mini_batch_size=rows,
@@ -501,7 +502,7 @@ class CriticWorker(RoleWorker):
         config = self.config
         with self.engine.resident(optimizer=False):
             out = self.engine.forward(
-                data.batch,
+                engine_rows(data),
                 VALUES,
                 micro=MicroBatching(*config.forward_micro_batch()),
             )
@@ -518,7 +519,7 @@ class CriticWorker(RoleWorker):
         with self.engine.resident(optimizer=True):
             metrics = self.run_update(
                 self.engine,
-                data.batch,
+                engine_rows(data),
                 prefix="critic",
                 loss=self.loss,
                 mini_batch_size=rows,
@@ -668,13 +669,13 @@ class ImplicitRewardWorker(RoleWorker):
     @measured("log_prob")
     def compute_rm_ref_log_prob(self, data: DataProto) -> DataProto:
         """``rm_ref_log_prob`` (B,R) of the frozen reference, without gradients."""
-        return DataProto.from_dict({"rm_ref_log_prob": self._log_probs(self.ref, data.batch)})
+        return DataProto.from_dict({"rm_ref_log_prob": self._log_probs(self.ref, engine_rows(data))})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward_model"), reuse_fields=True)
     @measured("log_prob")
     def compute_process_rewards(self, data: DataProto) -> DataProto:
         """``process_rewards`` (B,R) of the model as it is now; reads ``rm_ref_log_prob``."""
-        batch = data.batch
+        batch = engine_rows(data)
         rewards = implicit_rewards(
             self._log_probs(self.engine, batch), batch["rm_ref_log_prob"], batch["response_mask"], self.config.beta
         )
@@ -693,7 +694,7 @@ class ImplicitRewardWorker(RoleWorker):
         with self.engine.resident(optimizer=True):
             return self.run_update(
                 self.engine,
-                data.batch,
+                engine_rows(data),
                 prefix="reward_model",
                 loss=self.loss,
                 mini_batch_size=rows,

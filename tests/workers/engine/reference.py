@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from tests.models.families import make_batch
+from tests.models.images import Inputs, model_arguments
 from verl.config import CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig
+from verl.models.loading import language_model_class
 from verl.utils.metrics import MetricSet, mmax, mmean, msum
 from verl.workers.engine.base import GlobalBatchInfo
 from verl.workers.engine.fsdp import FSDPEngine
@@ -106,9 +108,12 @@ def make_engine(
     return engine
 
 
-def run_reference(path: str, batch: dict[str, Tensor], steps: int = 2) -> dict[str, Any]:
+def run_reference(
+    path: str, batch: dict[str, Tensor], steps: int = 2, images: list[Inputs | None] | None = None
+) -> dict[str, Any]:
     """Forward numbers, then ``steps`` updates: losses, gradient norms, and the parameters after each."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model_class = language_model_class(AutoConfig.from_pretrained(path))
+    model = model_class.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
     mask = batch["response_mask"].bool()
     width = mask.shape[1]
@@ -119,7 +124,9 @@ def run_reference(path: str, batch: dict[str, Tensor], steps: int = 2) -> dict[s
             real = batch["attention_mask"][i].bool()
             ids = batch["input_ids"][i][real][None]
             n = int(real[-width:].sum())
-            log_p = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, -n - 1 : -1] / TEMPERATURE, -1)
+            shown = model_arguments(ids, images[i] if images else None)
+            logits = model(input_ids=ids, use_cache=False, **shown).logits
+            log_p = torch.log_softmax(logits[0, -n - 1 : -1] / TEMPERATURE, -1)
             lp, ent = log_p.gather(1, ids[0, -n:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
             lps.append(torch.nn.functional.pad(lp, (0, width - n)))
             ents.append(torch.nn.functional.pad(ent, (0, width - n)))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from tests.models.families import COMMON, make_config
+from tests.models.images import model_arguments
 from verl.config import ModelConfig, RolloutConfig
+from verl.models.loading import language_model_class
+from verl.models.vision import PromptImages
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
 from verl.workers.rollout.hf.engine import HFRolloutEngine
 
@@ -21,7 +24,7 @@ def make_model(family: str | PreTrainedConfig, *, seed: int = 0, spread: float =
     """A random model, evaluated by Transformers' plain attention; ``spread`` makes its predictions less uniform."""
     torch.manual_seed(seed)
     config = make_config(family) if isinstance(family, str) else family
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = language_model_class(config).from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -97,14 +100,18 @@ def loaded_engine(model: torch.nn.Module, directory: Path, **rollout: Any) -> HF
 
 
 def generate(
-    engine: RolloutEngine, prompts: Iterable[list[int]], params: SamplingParams | list[SamplingParams]
+    engine: RolloutEngine,
+    prompts: Iterable[list[int]],
+    params: SamplingParams | list[SamplingParams],
+    images: Iterable[Mapping[str, Any] | None] | None = None,
 ) -> list[Completion]:
-    """Serve prompts in one call."""
+    """Serve prompts in one call, with the images that they have."""
     prompts = list(prompts)
     settings = params if isinstance(params, list) else [params] * len(prompts)
+    shown = [None] * len(prompts) if images is None else [PromptImages.of(inputs) for inputs in images]
     requests = [
-        GenerationRequest(prompt, one, f"request-{number}")
-        for number, (prompt, one) in enumerate(zip(prompts, settings, strict=True))
+        GenerationRequest(prompt, one, f"request-{number}", images=image)
+        for number, (prompt, one, image) in enumerate(zip(prompts, settings, shown, strict=True))
     ]
     return asyncio.run(engine.generate_many(requests))
 
@@ -122,10 +129,17 @@ def reference_logits(model: torch.nn.Module, prompt: list[int], tokens: list[int
     return model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
 
 
-def reference_greedy(model: torch.nn.Module, prompt: list[int], max_tokens: int) -> list[int]:
+def reference_greedy(
+    model: torch.nn.Module, prompt: list[int], max_tokens: int, images: Mapping[str, Any] | None = None
+) -> list[int]:
     """What Transformers' ``generate`` gives for one prompt, up to and including an end-of-sequence token."""
     ids = torch.tensor([prompt])
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, use_cache=True
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        use_cache=True,
+        **model_arguments(ids, images),
     )
     return out[0, len(prompt) :].tolist()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from verl.algorithms.registry import fields_needed, get_adv_estimator_fn, is_prepared
 from verl.config import PPOConfig
 from verl.errors import ConfigError
@@ -75,6 +77,52 @@ def check_algorithm(config: PPOConfig, source_fields: frozenset[str] = frozenset
             f"algorithm.rollout_correction.rollout_is={correction.rollout_is}: the loss of {key} has no parameter "
             "rollout_is_weights; add it to the loss, or leave rollout_is out"
         )
+
+
+#: rollout engines that read images
+_IMAGE_ROLLOUTS = ("hf", "vllm")
+
+
+def check_images(config: PPOConfig) -> None:
+    """Refuse what does not work with images in prompts.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    section = config.actor_rollout_ref
+    problems: list[str] = []
+    trained: dict[str, Any] = {"actor_rollout_ref.actor": section.actor}
+    if config.use_reference_policy:
+        trained["actor_rollout_ref.ref"] = section.ref
+    if config.use_critic:
+        problems.append(
+            "critic: a value model of a vision-language model is not in this version; use an estimator without a "
+            "critic, such as algorithm.adv_estimator=grpo"
+        )
+    if config.reward_model.implicit:
+        trained["reward_model"] = config.reward_model
+    elif config.reward_model.enable:
+        problems.append("reward_model.enable=True: reward models read text alone; use a reward function")
+    for path, part in trained.items():
+        if part.strategy == "megatron":
+            problems.append(f"{path}.strategy=megatron: trains on text alone; use fsdp2")
+        elif part.fsdp_config.ulysses_sequence_parallel_size > 1:
+            problems.append(
+                f"{path}.fsdp_config.ulysses_sequence_parallel_size="
+                f"{part.fsdp_config.ulysses_sequence_parallel_size}: does not cut sequences with images; use 1"
+            )
+    rollout = section.rollout
+    if rollout.name not in _IMAGE_ROLLOUTS:
+        problems.append(
+            f"actor_rollout_ref.rollout.name={rollout.name}: is not given images; use {' or '.join(_IMAGE_ROLLOUTS)}"
+        )
+    if rollout.agent_loop is not None:
+        problems.append(
+            "actor_rollout_ref.rollout.agent: agent loops read text alone; answer prompts with images in one turn"
+        )
+    if problems:
+        lines = "\n".join(f"  - {problem}" for problem in problems)
+        raise ConfigError(f"the data has prompts with images, with which this does not work:\n{lines}")
 
 
 def _check_fields(key: str, missing: frozenset[str]) -> None:

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 from verl.errors import SchemaError
 from verl.protocol import DataProto
-from verl.schema import STAGES
+from verl.schema import OPTIONAL_COLUMNS, STAGES
 
 
 def tensors_of(data: DataProto) -> TensorDict:
@@ -36,6 +36,7 @@ def stage_batch(data: DataProto, stage: str, more: Iterable[str] = ()) -> DataPr
         SchemaError: a field of the stage is missing.
     """
     present = {*tensors_of(data).keys(), *data.non_tensor_batch}
-    names = dict.fromkeys([*STAGES[stage], *(name for name in more if name in present)])
+    optional = (*OPTIONAL_COLUMNS.get(stage, ()), *more)
+    names = dict.fromkeys([*STAGES[stage], *(name for name in optional if name in present)])
     objects = [name for name in names if name in data.non_tensor_batch]
     return data.select(batch_keys=[n for n in names if n not in objects], non_tensor_batch_keys=objects)

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl.errors import DataError, SchemaError
+from verl.errors import ConfigError, DataError, SchemaError
 from verl.models.packing import prompt_leaders, sharing_pays
 from verl.utils.metrics import MetricSet
 from verl.utils.seqlen_balancing import plan_micro_batches
 from verl.workers.engine.base import GlobalBatchInfo, MicroBatching
+from verl.workers.engine.images import NUMBER, has_images
 
 REQUIRED_FIELDS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 
@@ -39,17 +40,26 @@ class BatchPlan:
     info: GlobalBatchInfo
 
 
-def as_tensordict(batch: TensorDict | Mapping[str, Tensor]) -> TensorDict:
+def as_tensordict(batch: TensorDict | Mapping[str, Tensor], *, reads_images: bool = False) -> TensorDict:
     """The batch as a TensorDict, without copying.
+
+    Args:
+        batch: as engines get it.
+        reads_images: whether this engine can take images.
 
     Raises:
         SchemaError: a field that every engine reads is missing.
+        ConfigError: there are images, and the engine takes none.
     """
     present = set(batch.keys())
     missing = [name for name in REQUIRED_FIELDS if name not in present]
     if missing:
         raise SchemaError(f"the batch lacks {missing}; it has {sorted(present)}")
     if isinstance(batch, TensorDict):
+        if has_images(batch) and not reads_images:
+            raise ConfigError(
+                "the batch has images, and this training engine reads text alone; set actor.strategy=fsdp2"
+            )
         return batch
     tensors = dict(batch)
     return TensorDict(tensors, batch_size=[tensors["input_ids"].shape[0]])
@@ -124,11 +134,12 @@ def _plan_tokens(batch: TensorDict, lengths: list[int], max_tokens: int, share_p
         batch[name][:, :prompt_width].cpu().numpy() for name in ("input_ids", "attention_mask", "position_ids")
     )
     valid = valid != 0
+    images = batch[NUMBER].cpu().numpy() if has_images(batch) else None
     prompt_lengths = valid.sum(1).tolist()
     units: list[list[int]] = []
     costs: list[int] = []
     open_unit: dict[int, int] = {}  # first row of a prompt -> its unit that still takes rows
-    for row, first in enumerate(prompt_leaders(ids, valid, positions).tolist()):
+    for row, first in enumerate(prompt_leaders(ids, valid, positions, images).tolist()):
         unit = open_unit.get(first)
         extra = lengths[row] - prompt_lengths[row]
         if unit is not None and costs[unit] + extra <= max_tokens:

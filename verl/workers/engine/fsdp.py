@@ -37,6 +37,7 @@ from verl.utils.metrics import MetricSet, mmean, msum
 from verl.workers.engine import state
 from verl.workers.engine.base import GlobalBatchInfo, LossFn, MemoryStats, MicroBatching, ParallelLayout, TrainEngine
 from verl.workers.engine.batching import BatchPlan, as_tensordict, join_rows, plan_batch, reduce_metrics, take_rows
+from verl.workers.engine.images import images_of
 from verl.workers.engine.memory import MemoryGuard
 from verl.workers.engine.schedules import LRSchedule
 from verl.workers.engine.sharding import (
@@ -209,7 +210,7 @@ class FSDPEngine(TrainEngine):
         temperature: float = 1.0,
         adapter: bool = True,
     ) -> dict[str, Tensor]:
-        rows_of = as_tensordict(batch)
+        rows_of = as_tensordict(batch, reads_images=True)
         rows = rows_of["input_ids"].shape[0]
 
         def run(micro: MicroBatching) -> dict[str, Tensor]:
@@ -236,7 +237,7 @@ class FSDPEngine(TrainEngine):
     ) -> MetricSet:
         if self.optimizer is None or self.schedule is None or self.optim_config is None:
             raise ConfigError("this engine was made without an optimizer and only evaluates; give it optim_config")
-        rows_of = as_tensordict(batch)
+        rows_of = as_tensordict(batch, reads_images=True)
         with self.resident(optimizer=True):
             self.module.train()
             pieces = self._guard.run(
@@ -315,8 +316,11 @@ class FSDPEngine(TrainEngine):
             rows["response_mask"],
             packed=self.packed,
             share_prompts=self.share_prompts,
+            images=images_of(rows, self.module.image_tokens),
         )
         if self._sequence is not None:
+            if layout.images is not None:
+                raise ConfigError("ulysses_sequence_parallel_size > 1 does not work with images in prompts; use 1")
             layout = split_sequence(layout, self._sequence)
         return layout.to(self.device)
 

@@ -14,6 +14,7 @@ import torch
 from verl.errors import RolloutError, WeightSyncError
 
 if TYPE_CHECKING:
+    from verl.models.vision import PromptImages
     from verl.workers.rollout.serving import Gate
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -114,6 +115,7 @@ class GenerationRequest:
         sampling: how to sample; of the whole completion, also when part of it is there.
         request_id: name for ``abort`` and messages; unique among the requests in flight.
         partial: what an earlier call of this request got before it was aborted. The result then begins with it.
+        images: what the prompt's placeholder tokens stand for, as the model's processor makes it.
 
     Raises:
         RolloutError: ``partial`` did not end by an abort, or leaves nothing to sample.
@@ -123,6 +125,7 @@ class GenerationRequest:
     sampling: SamplingParams
     request_id: str
     partial: Completion | None = None
+    images: PromptImages | None = None
 
     def __post_init__(self) -> None:
         partial = self.partial

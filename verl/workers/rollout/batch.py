@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from verl.errors import DataError, SchemaError
+from verl.models.vision import prompt_images
 from verl.protocol import DataProto
 from verl.utils.seeding import derive_seed
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
@@ -28,7 +29,8 @@ def requests_from_batch(
     Args:
         prompts: ``input_ids`` and ``attention_mask`` (B,P), left-padded; ``sample_index`` (B,) int64 numbers the
             samples of the whole step (the row number when absent); ``greedy`` (B,) bool, if there, marks rows that
-            get the most probable tokens whatever the configuration.
+            get the most probable tokens whatever the configuration; ``multi_modal_inputs`` (B,) object, if there, holds
+            the images of the prompts.
         rollout_config: the ``rollout`` section.
         seed: seed of the run.
         step: training step.
@@ -52,6 +54,8 @@ def requests_from_batch(
     sampled = sampling_settings(rollout_config, validate=validate)
     greedy = batch["greedy"].tolist() if "greedy" in fields else [False] * size
     purpose = "validation" if validate else "rollout"
+    column = prompts.non_tensor_batch.get("multi_modal_inputs")
+    images = prompt_images([None] * size if column is None else list(column))
     return [
         GenerationRequest(
             prompt_ids=row[width - length :],
@@ -59,9 +63,10 @@ def requests_from_batch(
                 seed=derive_seed(seed, purpose, step, sample), **(sampled | {"temperature": 0.0} if top else sampled)
             ),
             request_id=f"{purpose}-{step}-{sample}-{number}",
+            images=shown,
         )
-        for number, (row, length, sample, top) in enumerate(
-            zip(input_ids.tolist(), lengths.tolist(), index, greedy, strict=True)
+        for number, (row, length, sample, top, shown) in enumerate(
+            zip(input_ids.tolist(), lengths.tolist(), index, greedy, images, strict=True)
         )
     ]
 

@@ -45,11 +45,13 @@ class WeightManifest:
     """
 
     def __init__(self, config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> None:
-        from transformers import AutoModelForCausalLM
+        from verl.models.loading import language_model_class
 
         try:
             with torch.device("meta"):
-                module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+                module = language_model_class(config).from_config(
+                    config, dtype=dtype, trust_remote_code=trust_remote_code
+                )
         except (ValueError, KeyError) as error:
             raise ConfigError(f"model type {config.model_type!r} cannot be built: {error}") from error
         #: name of the model's class

@@ -6,7 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from verl.errors import RolloutError, VerlError
+import numpy as np
+
+from verl.errors import DataError, RolloutError, VerlError
+from verl.models.vision import ImageTokens, PromptImages, check_patches
 from verl.workers.rollout.base import MEMORY_PARTS, Completion, GenerationRequest, MemoryPart
 
 
@@ -174,16 +177,19 @@ def check_ready(*, updating: bool, complete: bool, awake: Collection[MemoryPart]
         raise RolloutError(f"the rollout is asleep ({', '.join(asleep)}); call wake() before generating")
 
 
-def check_request(request: GenerationRequest, *, vocab_size: int, max_model_len: int | None) -> None:
+def check_request(
+    request: GenerationRequest, *, vocab_size: int, max_model_len: int | None, image_tokens: ImageTokens | None = None
+) -> None:
     """Refuse a request that the model cannot serve.
 
     Args:
         request: to check.
         vocab_size: the model's.
         max_model_len: most tokens of prompt and completion; None: any number.
+        image_tokens: how the model reads images; None: not at all.
 
     Raises:
-        RolloutError: an empty or too long prompt, or an unknown token.
+        RolloutError: an empty or too long prompt, an unknown token, or images that the model cannot read.
     """
     context, name = request.context_ids, request.request_id
     if not request.prompt_ids:
@@ -194,12 +200,28 @@ def check_request(request: GenerationRequest, *, vocab_size: int, max_model_len:
             f"request {name!r} has token id {bad}, outside of the model's vocabulary of {vocab_size}; tokenizer and "
             "model must belong together"
         )
+    if request.images is not None:
+        _check_images(request, request.images, image_tokens)
     total = len(request.prompt_ids) + request.sampling.max_tokens
     if max_model_len is not None and total > max_model_len:
         raise RolloutError(
             f"request {name!r}: {len(request.prompt_ids)} prompt tokens + max_tokens={request.sampling.max_tokens} "
             f"exceed max_model_len={max_model_len}, which is rollout's or the number of positions that the model has"
         )
+
+
+def _check_images(request: GenerationRequest, images: PromptImages, tokens: ImageTokens | None) -> None:
+    name = request.request_id
+    if tokens is None:
+        raise RolloutError(
+            f"request {name!r} has images, and this rollout engine or model reads none; use a vision-language model "
+            "with rollout.name=hf or vllm"
+        )
+    try:
+        check_patches(images, tokens)
+        tokens.positions(np.array(request.prompt_ids), images.grid_thw.numpy())
+    except DataError as error:
+        raise RolloutError(f"request {name!r}: {error}") from error
 
 
 def parts_of(parts: Iterable[MemoryPart]) -> list[MemoryPart]:

@@ -80,8 +80,10 @@ def special_tokens(
     """
     from transformers import GenerationConfig
 
-    eos: set[int] = set(_as_ids(getattr(config, "eos_token_id", None)))
+    text_config = config.get_text_config()  # where a vision-language model says it
+    eos: set[int] = {*_as_ids(getattr(config, "eos_token_id", None)), *_as_ids(text_config.eos_token_id)}
     pad = getattr(config, "pad_token_id", None)
+    pad = text_config.pad_token_id if pad is None else pad
     try:
         generation = GenerationConfig.from_pretrained(directory)
     except OSError:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from verl.errors import ConfigError, RolloutError, VerlError, WeightSyncError
+from verl.models.vision import ImageTokens
 from verl.utils.device import get_torch_device
 from verl.utils.distributed import env_local_world_size, get_world_size, init_process_group
 from verl.workers.rollout.base import (
@@ -35,6 +36,7 @@ from verl.workers.rollout.base import (
 from verl.workers.rollout.manifest import WeightManifest
 from verl.workers.rollout.serving import Call, Gate, check_ready, check_request, parts_of, with_partial
 from verl.workers.rollout.settings import resolve_dtype, special_tokens
+from verl.workers.rollout.vllm_images import engine_input
 from verl.workers.rollout.vllm_process import (
     leave_stale_groups,
     named_shared_memory,
@@ -116,6 +118,7 @@ class VLLMRolloutEngine(RolloutEngine):
         directory = resolve_model_dir(model_config.path, use_shm=model_config.use_shm)
         self.eos_token_ids, self.pad_token_id = special_tokens(model_config, directory, config, tokenizer)
         self.vocab_size = int(text_config.vocab_size)
+        self.image_tokens = ImageTokens.of(config)
         self.manifest = WeightManifest(config, self.dtype, trust_remote_code=model_config.trust_remote_code)
         init_process_group(device)  # where the trainer has none, vLLM would make one on a free port
         arguments = engine_arguments(
@@ -123,6 +126,7 @@ class VLLMRolloutEngine(RolloutEngine):
             rollout_config,
             directory=directory,
             text_config=text_config,
+            reads_images=self.image_tokens is not None,
             architecture=None if config.architectures else self.manifest.architecture,
             device=self.device,
             dtype=self.dtype,
@@ -261,7 +265,8 @@ class VLLMRolloutEngine(RolloutEngine):
                 arrived = [item for requests, _ in gathered for item in requests]
                 unwanted = {key for _, keys in gathered for key in keys}
         for key, request in arrived:
-            self.engine.add_request(key, _engine_input(request), self._sampling(request))
+            prompt = engine_input(request, self.image_tokens, self._version)
+            self.engine.add_request(key, prompt, self._sampling(request))
         self._abort_unwanted(unwanted)
         return bool(self.engine.has_unfinished_requests())
 
@@ -335,7 +340,12 @@ class VLLMRolloutEngine(RolloutEngine):
             self.engine.abort_request(keys)
 
     def _check_request(self, request: GenerationRequest) -> None:
-        check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+        check_request(
+            request,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            image_tokens=self.image_tokens,
+        )
         sampling = request.sampling
         if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
             raise RolloutError(
@@ -584,10 +594,6 @@ def _parallel_group() -> dist.ProcessGroup | None:
 
     group: Any = get_tp_group()
     return group.cpu_group if group.world_size > 1 else None
-
-
-def _engine_input(request: GenerationRequest) -> dict[str, Any]:
-    return {"type": "token", "prompt_token_ids": request.context_ids}
 
 
 def _with_seed(request: GenerationRequest, key: str) -> GenerationRequest:

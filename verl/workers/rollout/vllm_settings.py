@@ -11,6 +11,7 @@ import torch
 
 from verl.errors import ConfigError
 from verl.workers.rollout.settings import max_model_len
+from verl.workers.rollout.vllm_images import image_arguments
 from verl.workers.rollout.vllm_worker import EXTENSION
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def engine_arguments(
     dtype: torch.dtype,
     world_size: int,
     local_world_size: int,
+    reads_images: bool = False,
 ) -> dict[str, Any]:
     """Arguments of vLLM's ``EngineArgs``.
 
@@ -41,6 +43,7 @@ def engine_arguments(
         device, dtype: of the weights.
         world_size: ranks of the training.
         local_world_size: of them, those on this machine.
+        reads_images: whether requests may have images.
 
     Raises:
         ConfigError: a key has no meaning on this device or for this number of ranks.
@@ -83,6 +86,8 @@ def engine_arguments(
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
     }
+    if reads_images:
+        arguments |= image_arguments()
     if world_size > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
     if cpu:

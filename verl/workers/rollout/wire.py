@@ -12,6 +12,8 @@ from itertools import chain
 
 import numpy as np
 
+from verl.models.vision import PromptImages
+from verl.utils.transport import tensor_of
 from verl.workers.rollout.base import Completion, FinishReason, GenerationRequest, SamplingParams
 
 _REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
@@ -30,6 +32,7 @@ class PackedRequests:
         sampling_of: int64 (N,), which of them a request has.
         seeds: N seeds.
         partials: what continued requests have already, by the number of the request.
+        images: pixel values, grids and key of the different prompts that have images, by the number of the prompt.
     """
 
     request_ids: list[str]
@@ -40,18 +43,19 @@ class PackedRequests:
     sampling_of: np.ndarray
     seeds: list[int | None]
     partials: dict[int, PackedCompletions]
+    images: dict[int, tuple[np.ndarray, np.ndarray, str]]
 
     @classmethod
     def pack(cls, requests: Sequence[GenerationRequest]) -> PackedRequests:
         """Arrays from requests."""
-        prompts: dict[tuple[int, ...], int] = {}
+        prompts: dict[tuple[tuple[int, ...], str | None], int] = {}
         settings: dict[SamplingParams, int] = {}
-        prompt_of = [prompts.setdefault(tuple(request.prompt_ids), len(prompts)) for request in requests]
+        prompt_of = [prompts.setdefault(prompt_key(request), len(prompts)) for request in requests]
         sampling_of = [settings.setdefault(replace(item.sampling, seed=None), len(settings)) for item in requests]
         return cls(
             [request.request_id for request in requests],
-            _flat(prompts, np.int32),
-            np.array([len(prompt) for prompt in prompts], np.int64),
+            _flat((tokens for tokens, _ in prompts), np.int32),
+            np.array([len(tokens) for tokens, _ in prompts], np.int64),
             np.array(prompt_of, np.int64),
             list(settings),
             np.array(sampling_of, np.int64),
@@ -61,6 +65,11 @@ class PackedRequests:
                 for number, request in enumerate(requests)
                 if request.partial is not None
             },
+            {
+                prompt: (request.images.pixel_values.numpy(), request.images.grid_thw.numpy(), request.images.key)
+                for prompt, request in zip(prompt_of, requests, strict=True)
+                if request.images is not None
+            },
         )
 
     def unpack(self) -> list[GenerationRequest]:
@@ -68,9 +77,17 @@ class PackedRequests:
         prompts = _cut(self.prompt_tokens, self.prompt_lengths)
         rows = zip(self.request_ids, self.prompt_of.tolist(), self.sampling_of.tolist(), self.seeds, strict=True)
         partials = {number: packed.unpack()[0] for number, packed in self.partials.items()}
+        images = {
+            prompt: PromptImages(tensor_of(pixels), tensor_of(grid), key)
+            for prompt, (pixels, grid, key) in self.images.items()
+        }
         return [
             GenerationRequest(
-                prompts[prompt], replace(self.sampling[sampling], seed=seed), request_id, partials.get(number)
+                prompts[prompt],
+                replace(self.sampling[sampling], seed=seed),
+                request_id,
+                partials.get(number),
+                images.get(prompt),
             )
             for number, (request_id, prompt, sampling, seed) in enumerate(rows)
         ]
@@ -122,6 +139,11 @@ class PackedCompletions:
             Completion(tokens, log_probs, _REASONS[reason], first, None if last == first else last)
             for tokens, log_probs, reason, (first, last) in rows
         ]
+
+
+def prompt_key(request: GenerationRequest) -> tuple[tuple[int, ...], str | None]:
+    """Equal for requests with the same prompt."""
+    return tuple(request.prompt_ids), None if request.images is None else request.images.key
 
 
 def _flat(rows: Iterable[Iterable[float]], dtype: type) -> np.ndarray:

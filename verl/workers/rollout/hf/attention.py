@@ -107,6 +107,8 @@ def rollout_attention(
     Returns:
         (B,L,H,E), and None for the weights.
     """
+    if not getattr(module, "is_causal", True):  # a vision tower's, over the patches of one image
+        return F.scaled_dot_product_attention(query, key, value, scale=scaling).transpose(1, 2), None
     if position_bias is not None:
         raise RolloutError("the hf rollout does not serve models whose attention adds a position bias")
     context = current_context()

@@ -14,6 +14,7 @@ import torch
 
 from verl.errors import ConfigError, RolloutError, VerlError, WeightSyncError
 from verl.models.decoder import compile_dense_parts, decoder_layers
+from verl.models.vision import ImageTokens
 from verl.utils.device import empty_cache, get_torch_device
 from verl.utils.distributed import get_world_size
 from verl.workers.rollout.base import (
@@ -43,7 +44,7 @@ _FEW_ROWS = 8
 
 
 class HFRolloutEngine(RolloutEngine):
-    """Batched generation with any Hugging Face causal language model.
+    """Batched generation with any Hugging Face causal language model, and with images where those are read.
 
     The module's parameters are the training engine's own tensors wherever dtype and device allow it, so a weight
     update costs no memory. On CPUs large matrices are packed for the time of a generation phase
@@ -100,6 +101,7 @@ class HFRolloutEngine(RolloutEngine):
             eos_token_ids=eos,
             vocab_size=self.module.get_input_embeddings().weight.shape[0],  # type: ignore[operator]
             max_prefill_tokens=int(getattr(rollout_config, "max_num_batched_tokens", None) or 8192),
+            image_tokens=ImageTokens.of(config),
         )
         self.scheduler = Scheduler(int(rollout_config.max_num_seqs))
         self.gate = Gate()
@@ -140,7 +142,12 @@ class HFRolloutEngine(RolloutEngine):
             return []
         check_ready(updating=self._next_version is not None, complete=self.weights.complete, awake=self._awake)
         for request in requests:
-            check_request(request, vocab_size=self.runner.vocab_size, max_model_len=self.max_model_len)
+            check_request(
+                request,
+                vocab_size=self.runner.vocab_size,
+                max_model_len=self.max_model_len,
+                image_tokens=self.runner.image_tokens,
+            )
         loop = asyncio.get_running_loop()
         call = Call(len(requests), loop.create_future())
 

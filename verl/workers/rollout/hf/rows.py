@@ -18,6 +18,7 @@ class RowState:
         uniform: (rows, columns) float64, the random number that draws the column's token.
         pad_bias: (rows, columns) in the model's dtype, -inf before the row's first token, else 0.
         start: (rows,) int64, column of the prompt's first token.
+        ahead: (rows,) int64, what a sampled token's position is ahead of its number in the row; not 0 behind images.
         last_column: (rows,) int64, column where the row's budget ends.
         stop_set: (rows,) int64, which set of stop tokens applies.
         alive: (rows,) bool, not finished.
@@ -30,6 +31,7 @@ class RowState:
     uniform: torch.Tensor
     pad_bias: torch.Tensor
     start: torch.Tensor
+    ahead: torch.Tensor
     last_column: torch.Tensor
     stop_set: torch.Tensor
     alive: torch.Tensor
@@ -53,6 +55,7 @@ class RowState:
             uniform=grid(torch.float64),
             pad_bias=grid(dtype),
             start=column(torch.int64),
+            ahead=column(torch.int64),
             last_column=column(torch.int64),
             stop_set=column(torch.int64),
             alive=column(torch.bool),

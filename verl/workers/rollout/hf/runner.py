@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from verl.errors import RolloutError
+from verl.models.vision import ImageTokens, PromptImages, embed, joined_images
 from verl.workers.rollout.base import Completion, FinishReason
 from verl.workers.rollout.hf.attention import ForwardContext, forward_context
 from verl.workers.rollout.hf.kv_cache import RolloutCache
@@ -43,6 +44,7 @@ class BatchRunner:
         eos_token_ids: tokens that end a completion.
         vocab_size: rows of the embedding.
         max_prefill_tokens: most padded tokens of one prefill forward.
+        image_tokens: how the model reads images; None: not at all.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class BatchRunner:
         eos_token_ids: Iterable[int],
         vocab_size: int,
         max_prefill_tokens: int,
+        image_tokens: ImageTokens | None = None,
     ) -> None:
         self.module = module
+        self.image_tokens = image_tokens
         self.cache = cache
         self.device = device
         self.dtype = dtype
@@ -133,9 +137,13 @@ class BatchRunner:
             bias = self._state.pad_bias[:live, first : column + 1].view(live, 1, 1, column + 1 - first)
         # rows that have finished run on until they are moved out; their positions must not leave the model's range
         positions = (column - self._state.start[:live]).clamp_(max=self._longest - 1)
+        if self.image_tokens is not None:
+            positions = positions + self._state.ahead[:live]
         self.cache.plan_decode(column, first, live)
         logits = self._forward(
-            self._state.tokens[:live, column : column + 1], positions.unsqueeze(1), ForwardContext(True, bias)
+            {"input_ids": self._state.tokens[:live, column : column + 1]},
+            positions.unsqueeze(1),
+            ForwardContext(True, bias),
         )
         self._column = column + 1
         finished = self._take_tokens(logits, self._settings, 0, live)
@@ -169,12 +177,19 @@ class BatchRunner:
 
     # -- forwards
 
-    def _forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        self.forward_tokens += input_ids.numel()
+    def _forward(
+        self, given: Mapping[str, torch.Tensor], position_ids: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """Logits (B, V) behind the last token.
+
+        Args:
+            given: ``input_ids`` (B, L) or ``inputs_embeds`` (B, L, H).
+            position_ids: (B, L), or (3, B, L) where images are read.
+            context: what forward this is.
+        """
+        self.forward_tokens += position_ids.shape[-2] * position_ids.shape[-1]
         with forward_context(context):
-            out: Any = self.module(
-                input_ids=input_ids, position_ids=position_ids, past_key_values=self.cache, use_cache=True
-            )
+            out: Any = self.module(**given, position_ids=position_ids, past_key_values=self.cache, use_cache=True)
         logits: torch.Tensor = out.logits[:, -1]
         return logits
 
@@ -201,15 +216,48 @@ class BatchRunner:
         rows = torch.tensor(source, device=self.device) if len(source) > len(groups) else None
         for begin, end, length in runs:
             self._state.start[begin:end] = column - length
+            self._state.ahead[begin:end] = 0
             self._state.pad_bias[begin:end, : column - length] = float("-inf")
             self._state.pad_bias[begin:end, column - length :] = 0.0
         self.cache.plan_prefill(column, (first_row, len(self.rows)), runs, rows)
         last_index = torch.tensor(lengths, device=self.device) - 1
         positions = torch.arange(longest, device=self.device).expand(len(groups), longest)
-        logits = self._forward(
-            torch.from_numpy(ids).to(self.device), positions, ForwardContext(False, last_index=last_index)
-        )
+        given = {"input_ids": torch.from_numpy(ids).to(self.device)}
+        if any(group.images is not None for group in groups):
+            given, positions, ahead = self._with_images(groups, ids)
+            self._state.ahead[first_row : len(self.rows)] = ahead if rows is None else ahead.index_select(0, rows)
+        logits = self._forward(given, positions, ForwardContext(False, last_index=last_index))
         return logits if rows is None else logits.index_select(0, rows)
+
+    def _with_images(
+        self, groups: Seq[PromptGroup], ids: np.ndarray
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+        """Model input of contexts with images.
+
+        Args:
+            groups: whose contexts they are.
+            ids: (B, L) contexts, padded on the right.
+
+        Returns:
+            ``inputs_embeds`` (B, L, H), positions (3, B, L), and (B,) what positions behind a context are ahead of the
+            number of tokens.
+        """
+        assert self.image_tokens is not None
+        positions = np.broadcast_to(np.arange(ids.shape[1]), (3, *ids.shape)).copy()
+        places = np.zeros(ids.shape, bool)
+        ahead = np.zeros(len(groups), np.int64)
+        shown: list[PromptImages] = []
+        for row, group in enumerate(groups):
+            if group.images is not None:
+                length = len(group.context_ids)
+                found, at, ahead[row] = self.image_tokens.positions(ids[row, :length], group.images.grid_thw.numpy())
+                positions[:, row, :length] = found
+                places[row, at] = True
+                shown.append(group.images)
+        inputs = joined_images(shown, np.flatnonzero(places)).to(self.device)
+        on_device = [torch.from_numpy(array).to(self.device) for array in (ids, positions, ahead)]
+        embeds = embed(self.module.base_model, self.image_tokens, on_device[0], inputs)
+        return {"inputs_embeds": embeds}, on_device[1], on_device[2]
 
     def _take_tokens(
         self, logits: torch.Tensor, settings: SamplingBatch, start: int, stop: int

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from verl.models.vision import PromptImages
 from verl.workers.rollout.base import Completion, GenerationRequest
+
+#: equal for sequences that one prefill serves
+_GroupKey = tuple[tuple[int, ...], str | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +42,12 @@ class Sequence:
         return self.context_ids if self.request.sampling.repetition_penalty != 1.0 else None
 
     @property
+    def group_key(self) -> _GroupKey:
+        """Equal for sequences with the same context and images."""
+        images = self.request.images
+        return tuple(self.context_ids), None if images is None else images.key
+
+    @property
     def context_length(self) -> int:
         return len(self.context_ids)
 
@@ -48,7 +58,7 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class PromptGroup:
-    """Waiting sequences with the same context, mostly a prompt: one prefill serves all of them.
+    """Waiting sequences with the same context, mostly a prompt, and images: one prefill serves all of them.
 
     Attributes:
         context_ids: the context.
@@ -59,6 +69,11 @@ class PromptGroup:
     context_ids: list[int]
     burst: int
     members: list[Sequence] = field(default_factory=list)
+
+    @property
+    def images(self) -> PromptImages | None:
+        """The images of the prompt."""
+        return self.members[0].request.images
 
 
 class Scheduler:
@@ -75,7 +90,7 @@ class Scheduler:
     def __init__(self, max_rows: int, max_cached_tokens: int | None = None) -> None:
         self.max_rows = max_rows
         self.max_cached_tokens = max_cached_tokens
-        self._groups: dict[tuple[int, ...], PromptGroup] = {}
+        self._groups: dict[_GroupKey, PromptGroup] = {}
         self._order: list[PromptGroup] = []
         self._sorted = True
         self._bursts = 0
@@ -85,7 +100,7 @@ class Scheduler:
         """Queue the sequences of one call."""
         self._bursts += 1
         for sequence in sequences:
-            key = tuple(sequence.context_ids)
+            key = sequence.group_key
             group = self._groups.get(key)
             if group is None:
                 group = self._groups[key] = PromptGroup(sequence.context_ids, self._bursts)
@@ -129,7 +144,7 @@ class Scheduler:
                 break
             taken.append(group)
             self._order.remove(group)
-            del self._groups[tuple(group.context_ids)]
+            del self._groups[group.members[0].group_key]
             self.waiting -= len(group.members)
             running += len(group.members)
             free -= len(group.members)
@@ -147,7 +162,7 @@ class Scheduler:
             group.members = [member for member in group.members if not unwanted(member)]
             if not group.members:
                 self._order.remove(group)
-                del self._groups[tuple(group.context_ids)]
+                del self._groups[out[0].group_key]
         self.waiting -= len(removed)
         return removed
 

@@ -57,7 +57,7 @@ def build_module(
     Raises:
         ConfigError: the architecture needs attention that this engine does not have.
     """
-    from transformers import AutoModelForCausalLM
+    from verl.models.loading import language_model_class
 
     register_attention()
     text_config = config.get_text_config()
@@ -69,7 +69,7 @@ def build_module(
         )
     try:
         with parameters_on_meta():
-            module: nn.Module = AutoModelForCausalLM.from_config(
+            module: nn.Module = language_model_class(config).from_config(
                 copy.deepcopy(config),
                 dtype=dtype,
                 attn_implementation=ATTENTION_NAME,

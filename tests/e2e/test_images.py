@@ -1,0 +1,123 @@
+"""Runs whose prompts have images: the same numbers however they are cut, learning, and what is refused at start-up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.e2e.test_equivalence import comparable
+from tests.fixtures.vision import COLOURS, make_vision_model_dir, png, square
+from verl.errors import ConfigError
+
+pytestmark = pytest.mark.e2e
+
+
+def write_rows(path: Path, count: int, seed: int) -> None:
+    """Squares of three colours and several sizes; every fourth row has two of them, every fifth none."""
+    rng = random.Random(seed)
+    rows = []
+    for number in range(count):
+        shown = 0 if number % 5 == 4 else 2 if number % 4 == 3 else 1
+        sizes = [(rng.choice((8, 16, 24)), rng.choice((8, 16))) for _ in range(shown)]
+        images = [{"bytes": png(square(rng.choice(list(COLOURS.values())), *size)), "path": None} for size in sizes]
+        text = "<image>" * shown + "0123456789"[: rng.randint(1, 9)]
+        rows.append(
+            {
+                "data_source": "squares",
+                "prompt": [{"role": "user", "content": text}],
+                "images": images,
+                "reward_model": {"style": "rule", "ground_truth": str(number)},
+                "extra_info": {"index": number},
+            }
+        )
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+@pytest.fixture(scope="module")
+def squares(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A model and rows for it, as overrides."""
+    directory = tmp_path_factory.mktemp("squares")
+    model = make_vision_model_dir(directory / "model")
+    write_rows(directory / "train.parquet", 20, seed=0)
+    write_rows(directory / "val.parquet", 6, seed=1)
+    return [
+        f"data.train_files={directory}/train.parquet",
+        f"data.val_files={directory}/val.parquet",
+        "data.max_prompt_length=48",
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.kl_loss_coef=0.01",
+    ]
+
+
+CUTS = {
+    "local, packed, dynamic": [
+        "trainer.controller=local",
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=96",
+    ],
+    "ray, 2 workers, packed, dynamic, checkpointing": [
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=96",
+    ],
+    "ray, 2 workers, padded, one row at a time": [
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.model.use_remove_padding=False",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    ],
+}
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_every_cut_gives_the_same_numbers(
+    squares: list[str], run_training: Callable[..., list[dict[str, Any]]]
+) -> None:
+    reference = run_training(*squares, "trainer.controller=local", "actor_rollout_ref.model.use_remove_padding=False")
+    assert [row["step"] for row in reference] == [1, 2, 3]
+    for row in reference:
+        assert row["data"]["actor/grad_norm"] > 0
+        assert row["data"]["training/rollout_probs_diff_max"] < 1e-4
+    for name, cut in CUTS.items():
+        rows = run_training(*squares, *cut)
+        for expected, actual in zip(reference, rows, strict=True):
+            assert comparable(actual) == pytest.approx(comparable(expected), rel=1e-5, abs=1e-6), (name, actual["step"])
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_served_generation_gives_the_same_numbers(
+    squares: list[str], run_training: Callable[..., list[dict[str, Any]]]
+) -> None:
+    """Images travel to rollout servers, each once for all samples of its prompt."""
+    short = [*squares, "trainer.total_training_steps=1"]
+    (reference,) = run_training(*short, "trainer.controller=local")
+    (served,) = run_training(*short, "actor_rollout_ref.rollout.mode=async")
+    for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "response_length/mean"):
+        assert served["data"][name] == pytest.approx(reference["data"][name], rel=1e-5), name
+
+
+REFUSED = {
+    "actor.strategy=megatron": (["actor_rollout_ref.actor.strategy=megatron"], "strategy=megatron: trains on text"),
+    "sequence parallelism": (
+        ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2"],
+        "ulysses_sequence_parallel_size=2: does not cut sequences with images",
+    ),
+    "sglang": (["actor_rollout_ref.rollout.name=sglang"], "rollout.name=sglang: is not given images"),
+    "agents": (["actor_rollout_ref.rollout.multi_turn.enable=True"], "agent loops read text alone"),
+    "critic": (["algorithm.adv_estimator=gae"], "critic: a value model of a vision-language model"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_at_start_up(name: str, squares: list[str], run_training: Callable[..., list[dict[str, Any]]]) -> None:
+    wrong, words = REFUSED[name]
+    with pytest.raises(ConfigError, match="the data has prompts with images") as caught:
+        run_training(*squares, *wrong)
+    assert words in str(caught.value)

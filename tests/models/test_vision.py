@@ -1,0 +1,162 @@
+"""Images in the model's input: positions, placeholders, features, and rows whose images differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from transformers import AutoModelForImageTextToText
+
+from tests.models.families import make_config
+from tests.models.family_checks import close, save_model
+from tests.models.images import IMAGE, example_rows, image_batch, image_prompt, make_images, model_arguments, pad_rows
+from tests.workers.engine.reference import LOG_PROBS, POLICY, TEMPERATURE, make_engine, policy_loss, run_reference
+from verl.errors import ConfigError, DataError
+from verl.models.packing import build_layout
+from verl.models.vision import ImageTokens, PromptImages, prompt_images
+from verl.workers.engine.base import MicroBatching
+from verl.workers.engine.images import images_of, with_images
+
+TOKENS = ImageTokens.of(make_config("qwen2_5_vl"))
+WHOLE = MicroBatching()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model("qwen2_5_vl", tmp_path_factory.mktemp("vision"))
+
+
+def test_what_a_configuration_says() -> None:
+    assert ImageTokens(IMAGE, merge=2, patch_values=3 * 2 * 4 * 4) == TOKENS
+    assert ImageTokens.of(make_config("qwen2")) is None
+
+
+def test_positions_by_hand() -> None:
+    # two tokens of text, 4 x 6 patches = 2 x 3 tokens, one token of text
+    ids = np.array([5, 6, *[IMAGE] * 6, 7])
+    positions, places, ahead = TOKENS.positions(ids, np.array([[1, 4, 6]]))
+    assert positions.tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5],
+    ]
+    assert places.tolist() == [2, 3, 4, 5, 6, 7]
+    assert ahead == 6 - 9  # the next token, number 9, has position 6
+
+
+def test_positions_are_those_of_transformers() -> None:
+    model = AutoModelForImageTextToText.from_config(make_config("qwen2_5_vl")).model
+    for prompt, images in zip(*example_rows(), strict=True):
+        ids = torch.tensor([prompt])
+        shown = {k: v for k, v in model_arguments(ids, images).items() if k != "pixel_values"}
+        shown.setdefault("mm_token_type_ids", torch.zeros_like(ids))
+        want, delta = model.get_rope_index(ids, **shown)
+        grid = np.empty((0, 3), np.int64) if images is None else images["image_grid_thw"].numpy()
+        positions, _, ahead = TOKENS.positions(np.array(prompt), grid)
+        assert positions.tolist() == want[:, 0].tolist()
+        assert ahead == int(delta)
+
+
+@pytest.mark.parametrize(
+    "ids", [[5, IMAGE, IMAGE, IMAGE], [5, IMAGE, IMAGE, 6, IMAGE, IMAGE], [5, 6], [5, IMAGE, IMAGE, IMAGE, 7, IMAGE]]
+)
+def test_placeholders_that_are_not_the_images_ones(ids: list[int]) -> None:
+    with pytest.raises(DataError, match="image 0 of a row needs 4 placeholder tokens"):
+        TOKENS.positions(np.array(ids), np.array([[1, 4, 4]]))
+
+
+def test_equal_images_are_one() -> None:
+    one, again, other = make_images((4, 4), seed=1), make_images((4, 4), seed=1), make_images((4, 4), seed=2)
+    first, second, third, none = prompt_images([one, again, other, None])
+    assert first.key == second.key != third.key
+    assert none is None
+    rows = with_images(TensorDict({"x": torch.zeros(5)}, batch_size=[5]), [one, None, again, other, {}])
+    assert rows["image_number"].tolist() == [0, -1, 0, 1, -1]
+    with pytest.raises(DataError, match=r"holds \['pixel_values_videos'\]"):
+        PromptImages.of({"pixel_values_videos": torch.zeros(1, 1)})
+    with pytest.raises(DataError, match=r"as many patches as image_grid_thw .* says \(16\)"):
+        PromptImages.of({**one, "pixel_values": torch.zeros(15, 96)})
+
+
+def test_packed_rows_share_prompts_only_with_equal_images() -> None:
+    prompts, images = example_rows()  # 0 and 1 are one prompt, 2 the same text with another image
+    rows = with_images(
+        TensorDict(pad_rows(prompts[:3], [[5, 6], [7, 8], [9, 10]]), batch_size=[3]), [images[0], images[1], images[2]]
+    )
+    layout = build_layout(
+        rows["input_ids"],
+        rows["attention_mask"],
+        rows["position_ids"],
+        rows["response_mask"],
+        packed=True,
+        images=images_of(rows, TOKENS),
+    )
+    assert layout.tokens == 2 * len(prompts[0]) + 3 * 2
+    assert layout.position_ids.shape == (4, 1, layout.tokens)
+    assert layout.images.grid_thw.tolist() == [[1, 4, 6], [1, 4, 6]]
+    assert layout.input_ids[0, layout.images.index].tolist() == [IMAGE] * 12
+    torch.testing.assert_close(
+        layout.images.pixel_values, torch.cat([images[0]["pixel_values"], images[2]["pixel_values"]])
+    )
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("micro", [MicroBatching(size=1), MicroBatching(max_tokens=40), MicroBatching(max_tokens=64)])
+def test_every_cut_gives_the_same_numbers(path: str, packed: bool, micro: MicroBatching) -> None:
+    batch, images = image_batch()
+    want = run_reference(path, dict(batch.items()), steps=1, images=images)
+    engine = make_engine(path, packed=packed)
+    got = engine.forward(batch, POLICY, micro=micro, temperature=TEMPERATURE)
+    for name in POLICY:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-5)
+    metrics = engine.train_batch(batch, policy_loss, want=POLICY, micro=micro, temperature=TEMPERATURE)
+    close(metrics.values_by_name(), {"loss": want["loss"][0], "grad_norm": want["grad_norm"][0]})
+    for name, parameter in engine.named_tensors():  # of Adam's first step, which has the size of lr for any gradient
+        torch.testing.assert_close(parameter, want["params"][0][name], rtol=0, atol=2e-4)
+
+
+def test_a_sampled_placeholder_is_text(path: str) -> None:
+    images = make_images((4, 4), seed=6)
+    prompt = image_prompt(images, (2, 3))
+    rows = with_images(TensorDict(pad_rows([prompt], [[5, IMAGE, 6]]), batch_size=[1]), [images])
+    got = make_engine(path).forward(rows, LOG_PROBS, micro=WHOLE)["log_probs"][0]
+    # Transformers takes every placeholder for an image's, so the reference gets embeddings and positions
+    model = AutoModelForImageTextToText.from_pretrained(path).eval()
+    ids = torch.tensor([[*prompt, 5, IMAGE, 6]])
+    with torch.no_grad():
+        embeds = model.get_input_embeddings()(ids)
+        features = torch.cat(model.model.get_image_features(**_renamed(images)).pooler_output)
+        embeds[0, 3:7] = features
+        positions = torch.from_numpy(TOKENS.positions(ids[0].numpy(), images["image_grid_thw"].numpy())[0])[:, None]
+        logits = model(inputs_embeds=embeds, position_ids=positions).logits[0]
+    want = torch.log_softmax(logits[len(prompt) - 1 : -1], -1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def _renamed(images: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"pixel_values": images["pixel_values"], "image_grid_thw": images["image_grid_thw"]}
+
+
+def test_text_alone_trains_the_same_with_or_without_a_vision_tower_pass(path: str) -> None:
+    """The pass that keeps ranks together changes no number: weights of the tower get a gradient of zero."""
+    rows = pad_rows([[5, 6, 7], [8, 9]], [[10, 11], [12]])
+    rows["advantages"] = torch.tensor([[1.0, -1.0], [0.5, 0.0]])
+    want = run_reference(path, rows, steps=1)
+    engine = make_engine(path)
+    metrics = engine.train_batch(
+        TensorDict(rows, batch_size=[2]), policy_loss, want=POLICY, micro=WHOLE, temperature=TEMPERATURE
+    )
+    close(metrics.values_by_name(), {"loss": want["loss"][0], "grad_norm": want["grad_norm"][0]})
+
+
+def test_images_for_a_model_or_a_processor_that_does_not_fit(path: str, tmp_path: Path) -> None:
+    batch, _ = image_batch()
+    with pytest.raises(ConfigError, match="the model reads none"):
+        make_engine(save_model("qwen2", tmp_path)).forward(batch, LOG_PROBS, micro=WHOLE)
+    images = {"pixel_values": torch.zeros(4, 50), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+    rows = with_images(TensorDict(pad_rows([[5, IMAGE, 6]], [[7]]), batch_size=[1]), [images])
+    with pytest.raises(DataError, match="patches of 50 numbers, and the model reads 96"):
+        make_engine(path).forward(rows, LOG_PROBS, micro=WHOLE)

@@ -1,0 +1,80 @@
+"""Images of a batch on their way through an engine.
+
+A batch is cut into mini- and micro-batches, regrouped and sent to devices many times. Its rows therefore carry a number
+(``image_number``) and the batch as a whole the different images (``image_table``), which no cut copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, TensorDict
+
+from verl.errors import ConfigError
+from verl.models.vision import ImageTokens, PromptImages, RowImages, prompt_images
+from verl.protocol import DataProto
+
+NUMBER, TABLE = "image_number", "image_table"
+
+
+def engine_rows(data: DataProto) -> TensorDict:
+    """The tensors of a batch, and the images of its column ``multi_modal_inputs`` if there is one."""
+    rows: TensorDict = data.batch
+    column = data.non_tensor_batch.get("multi_modal_inputs")
+    return rows if column is None else with_images(rows, list(column))
+
+
+def with_images(rows: TensorDict, inputs: Sequence[Mapping[str, Any] | None]) -> TensorDict:
+    """Rows together with their images; the tensors are shared.
+
+    Args:
+        rows: B rows.
+        inputs: ``multi_modal_inputs`` of each: ``pixel_values`` and ``image_grid_thw``, or None.
+
+    Returns:
+        ``rows`` itself where no row has an image.
+    """
+    images = prompt_images(inputs)
+    table: dict[str, PromptImages] = {}
+    numbers: dict[str, int] = {}
+    for image in images:
+        if image is not None:
+            numbers.setdefault(image.key, len(table))
+            table.setdefault(image.key, image)
+    if not table:
+        return rows
+    out = rows.copy()
+    out[NUMBER] = torch.tensor([-1 if image is None else numbers[image.key] for image in images])
+    out[TABLE] = NonTensorData(list(table.values()), batch_size=out.batch_size)
+    return out
+
+
+def has_images(rows: TensorDict) -> bool:
+    """Whether there are images of the batch that these rows come from."""
+    return NUMBER in rows.keys()  # noqa: SIM118 - a TensorDict iterates over rows
+
+
+def images_of(rows: TensorDict, tokens: ImageTokens | None) -> RowImages | None:
+    """The images of some rows as the model's input is planned from them; None without images.
+
+    Raises:
+        ConfigError: there are images and the model reads none.
+    """
+    if not has_images(rows):
+        return None
+    if tokens is None:
+        raise ConfigError(
+            "the batch has images (multi_modal_inputs) and the model reads none; use a vision-language model, or leave "
+            "the column of images out of the data"
+        )
+    table = rows.get(TABLE)
+    return RowImages.of(
+        tokens,
+        table.data if isinstance(table, NonTensorData) else table,
+        rows[NUMBER].cpu().numpy(),
+        rows["input_ids"].cpu().numpy(),
+        rows["attention_mask"].cpu().numpy() != 0,
+        rows["position_ids"].cpu().numpy(),
+    )
