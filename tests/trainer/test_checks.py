@@ -62,6 +62,10 @@ def test_a_field_that_only_some_sources_make() -> None:
         ConfigError, match=r"adv_estimator=remax: needs reward_baselines, which nothing in this run makes"
     ):
         check_algorithm(remax)
+    players = "actor_rollout_ref.rollout.agent.multi_agent"
+    remax = config("algorithm.adv_estimator=remax", f"{players}.env=game.py:Game", f"{players}.players=[a,b]")
+    with pytest.raises(ConfigError, match="no baseline for the 2 rows of an episode"):
+        check_algorithm(remax, frozenset({"reward_baselines"}))
 
 
 def test_a_plug_in_whose_fields_nobody_makes() -> None:

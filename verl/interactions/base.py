@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 from verl.utils.dynamic_import import load_target, read_yaml
 
 _KEY = "rollout.multi_turn.interaction_config_path"
@@ -105,3 +105,17 @@ def choose(interactions: Mapping[str, BaseInteraction], kwargs: Mapping[str, Any
             f"interaction_kwargs.name={name!r}: {_KEY} has {', '.join(interactions) or 'no such file is configured'}"
         )
     return interactions[name]
+
+
+def seed_of_row(seed: Any, what: str) -> int:
+    """The seed that a row gives.
+
+    Raises:
+        DataError: it gives none. The samples of a prompt are compared, so they have to meet the same episode.
+    """
+    if seed is None:
+        raise DataError(
+            f"{what} needs a seed, so that all samples of a prompt meet the same episode; set "
+            "extra_info.interaction_kwargs.seed"
+        )
+    return int(seed)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError
+from verl.interactions.base import seed_of_row
 from verl.rewards.reasoning_gym import extract_answer, reasoning_gym_package
 
 
@@ -67,17 +68,3 @@ class ReasoningGymEnv:
             raise ConfigError(
                 f"reasoning-gym does not make the task {self.task!r} with {self.settings}: {error}"
             ) from error
-
-
-def seed_of_row(seed: Any, what: str) -> int:
-    """The seed that a row gives.
-
-    Raises:
-        DataError: it gives none. The samples of a prompt are compared, so they have to meet the same episode.
-    """
-    if seed is None:
-        raise DataError(
-            f"{what} needs a seed, so that all samples of a prompt meet the same episode; set "
-            "extra_info.interaction_kwargs.seed"
-        )
-    return int(seed)

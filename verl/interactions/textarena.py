@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from verl.errors import ConfigError
-from verl.interactions.reasoning_gym import seed_of_row
+from verl.interactions.base import seed_of_row
 
 #: games draw from the generators of the modules random and numpy.random: one moves at a time, with a state of its own
 _MOVING = threading.Lock()
