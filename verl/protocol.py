@@ -9,16 +9,13 @@ drag its parent along, Ray keeps the buffers in shared memory, and what arrives 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import os
 import pickle
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,6 +24,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from verl import envs
 from verl.errors import DataError, SchemaError, WorkerError
+from verl.utils.fs import atomic_open
 from verl.utils.metrics import Metric, MetricSet
 from verl.utils.transport import array_of, pack, tensor_of
 
@@ -622,16 +620,8 @@ class DataProto:
 
     def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
         """Write the batch to a file; it appears only when complete."""
-        path = Path(filepath)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                pickle.dump(self, file, protocol=5)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
+        with atomic_open(filepath, "wb") as file:
+            pickle.dump(self, file, protocol=5)
 
     @staticmethod
     def load_from_disk(filepath: str | os.PathLike[str]) -> DataProto:

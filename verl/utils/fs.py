@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -35,22 +36,21 @@ def fsync_tree(root: str | Path) -> None:
 
 
 @contextlib.contextmanager
-def atomic_open(path: str | Path, mode: str = "wb", encoding: str | None = None) -> Iterator[IO]:
+def atomic_open(path: str | os.PathLike[str], mode: str = "wb", encoding: str | None = None) -> Iterator[IO]:
     """Open a file for writing that appears under ``path`` only when the block ends without an error.
 
     The content goes to a temporary file beside it, is forced to the disk and renamed, so a reader, or a machine that
     loses power, sees the old content or the new one and nothing between.
     """
     path = Path(path)
-    fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    # with the permissions of any other output, as the umask says
+    fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0), 0o666)
     try:
         with os.fdopen(fd, mode, encoding=encoding) as handle:
             yield handle
             handle.flush()
             os.fsync(handle.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes private files; outputs are shared like any other
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -160,11 +160,11 @@ class MegatronEngine(TrainEngine):
                 multiple_of=parts.VOCAB_MULTIPLE,
                 grouped=self.config.moe_grouped_gemm,
             )
+            self.optimizer: Any = None
+            self.schedule: LRSchedule | None = None
             self._load_initial_weights()
             if (lora := LoraSettings.of(self.model_config)) is not None:
                 self._add_adapters(lora)
-            self.optimizer: Any = None
-            self.schedule: LRSchedule | None = None
             if self.optim_config is None:
                 for chunk in self.chunks:
                     chunk.requires_grad_(False)

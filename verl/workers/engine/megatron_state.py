@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from verl.checkpoint.plain import check_plain
 from verl.errors import CheckpointError
 from verl.models.loading import quiet_transformers, resolve_model_dir
 from verl.models.lora import save_adapter
-from verl.utils.seeding import plain_rng_state, set_plain_rng_state
+from verl.utils.seeding import plain_rng_state
 from verl.workers.engine.megatron_optim import inner_optimizers, materialise
 from verl.workers.engine.megatron_parallel import construction
 from verl.workers.engine.state import (
@@ -31,8 +32,10 @@ from verl.workers.engine.state import (
     MARKER,
     check_contents,
     copy_companions,
+    lora_marker,
     on_all_ranks,
-    read_marker,
+    open_checkpoint,
+    read_extra,
 )
 
 if TYPE_CHECKING:
@@ -102,7 +105,7 @@ def save(engine: MegatronEngine, path: Path, contents: frozenset[str]) -> None:
                 "world_size": world,
                 "contents": sorted(contents),
                 "parameters": len(engine.bridge.shapes),
-                "lora": _lora_marker(engine),
+                "lora": lora_marker(engine),
                 "distributed_optimizer": engine.megatron_config.use_distributed_optimizer,
             }
             (path / MARKER).write_text(json.dumps(marker, indent=1))
@@ -118,15 +121,9 @@ def load(engine: MegatronEngine, path: Path, contents: frozenset[str]) -> None:
     Raises:
         CheckpointError: the directory is missing or incomplete, lacks a part, or holds another model (on every rank).
     """
-    check_contents(contents)
-    rank, world = engine.layout.rank, engine.layout.world_size
-    contents = contents - {"hf_model"}  # an export, made from "model"
-    if engine.optimizer is None:
-        contents = contents - {"optimizer"}
-    marker: dict[str, Any] = {}
-    on_all_ranks(world, f"read {path}", lambda: marker.update(_checked_marker(engine, path, contents)))
+    marker, contents = _open(engine, path, contents)
     if "model" in contents:
-        load_weights(engine, path)
+        _read_weights(engine, path)
     if "optimizer" in contents:
 
         def read(_: Any, load: Any) -> None:
@@ -141,22 +138,16 @@ def load(engine: MegatronEngine, path: Path, contents: frozenset[str]) -> None:
     if engine.optimizer is not None and "model" in contents and "optimizer" not in contents:
         engine.optimizer.reload_model_params()
     if "extra" in contents:
-
-        def read_extra() -> None:
-            counters = json.loads((path / "extra" / "counters.json").read_text())
-            engine.step, engine.lr_step = int(counters["step"]), int(counters["lr_step"])
-            if marker["world_size"] == world:
-                set_plain_rng_state(torch.load(path / "extra" / f"rng_rank_{rank}.pt", weights_only=True))
-
-        on_all_ranks(world, f"read {path / 'extra'}", read_extra)
+        read_extra(engine, path, marker)
 
 
 def load_weights(engine: MegatronEngine, path: Path) -> None:
     """Read the weights alone from a checkpoint directory. Collective."""
-    marker: dict[str, Any] = {}
-    wanted = frozenset({"model"})
-    on_all_ranks(engine.layout.world_size, f"read {path}", lambda: marker.update(_checked_marker(engine, path, wanted)))
+    _open(engine, path, frozenset({"model"}))
+    _read_weights(engine, path)
 
+
+def _read_weights(engine: MegatronEngine, path: Path) -> None:
     def read(_: Any, load: Any) -> None:
         state = load(_weights(engine), str(path / "model"))
         for number, model in enumerate(engine.models):
@@ -192,38 +183,20 @@ def export_hf(engine: MegatronEngine, target: Path) -> None:
     on_all_ranks(world, f"write {target}", write)
 
 
-def _checked_marker(engine: MegatronEngine, path: Path, contents: frozenset[str]) -> dict[str, Any]:
-    marker = read_marker(path)
-    if marker["engine"] != "megatron":
-        raise CheckpointError(
-            f"{path} was written by the {marker['engine']} engine; resume with strategy=fsdp, or start from its "
-            "huggingface directory (save it with checkpoint.save_contents=[hf_model,...]) as model.path"
-        )
-    if marker["head"] != engine.head:
-        raise CheckpointError(f"{path} has a {marker['head']!r} head, this engine a {engine.head!r} head")
-    lacking = sorted(contents - set(marker["contents"]))
-    if lacking:
-        raise CheckpointError(
-            f"{path} holds {marker['contents']} and not {lacking}; drop them from checkpoint.load_contents or choose "
-            "another checkpoint"
-        )
-    if "model" in contents and marker.get("lora") != _lora_marker(engine):
-        raise CheckpointError(
-            f"{path} was saved with adapters {marker.get('lora')}, this run has {_lora_marker(engine)}; set "
-            "model.lora_rank, lora_alpha and target_modules as they were"
-        )
-    distributed = engine.megatron_config.use_distributed_optimizer
-    if "optimizer" in contents and marker["distributed_optimizer"] != distributed:
-        raise CheckpointError(
-            f"{path} has the optimizer state of megatron.use_distributed_optimizer={not distributed}, this run has "
-            f"{distributed}; set the key as it was, or load without the optimizer (checkpoint.load_contents)"
-        )
-    return marker
+def _open(engine: MegatronEngine, path: Path, contents: frozenset[str]) -> tuple[dict[str, Any], frozenset[str]]:
+    """The marker and the parts to read, see :func:`open_checkpoint`. Collective."""
 
+    def check(marker: dict[str, Any], parts: frozenset[str]) -> None:
+        distributed = engine.megatron_config.use_distributed_optimizer
+        if "optimizer" in parts and marker["distributed_optimizer"] != distributed:
+            raise CheckpointError(
+                f"{path} has the optimizer state of megatron.use_distributed_optimizer={not distributed}, this run has "
+                f"{distributed}; set the key as it was, or load without the optimizer (checkpoint.load_contents)"
+            )
+        for part in parts & {"model", "optimizer"}:
+            check_plain(path / part)
 
-def _lora_marker(engine: MegatronEngine) -> dict[str, Any] | None:
-    lora = engine.lora
-    return None if lora is None else {"rank": lora.rank, "alpha": lora.alpha}
+    return open_checkpoint(engine, path, contents, written_by="megatron", check=check)
 
 
 def _weights(engine: MegatronEngine) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from verl.checkpoint.plain import PlainReader
 from verl.errors import CheckpointError
 from verl.models.loading import quiet_transformers, resolve_model_dir
 from verl.models.lora import LoraSettings, is_adapter_name, save_adapter
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from verl.workers.engine.fsdp import FSDPEngine
+    from verl.workers.engine.megatron import MegatronEngine
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +138,7 @@ def take(engine: FSDPEngine, contents: frozenset[str], *, copy: bool) -> Snapsho
             "world_size": engine.layout.world_size,
             "contents": sorted(contents),
             "parameters": len(model),
-            "lora": _lora_marker(engine),
+            "lora": lora_marker(engine),
         },
         adapter=_adapter(engine, copy=copy) if "model" in contents else {},
         lora=engine.lora,
@@ -179,9 +181,9 @@ def write(snapshot: Snapshot, path: Path, group: dist.ProcessGroup | None = None
 
     on_all_ranks(world, f"write {path}", write_local, group)
     if "model" in contents:
-        _dcp(dcp.save, snapshot.model, path / "model", world, "write", group)
+        _dcp(snapshot.model, path / "model", world, "write", group)
     if "optimizer" in contents:
-        _dcp(dcp.save, snapshot.optimizer, path / "optimizer", world, "write", group)
+        _dcp(snapshot.optimizer, path / "optimizer", world, "write", group)
 
     def finish() -> None:
         if rank == 0:
@@ -199,7 +201,8 @@ def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
-def _lora_marker(engine: FSDPEngine) -> dict[str, Any] | None:
+def lora_marker(engine: FSDPEngine | MegatronEngine) -> dict[str, Any] | None:
+    """What the marker says of an engine's adapters; None without."""
     lora = engine.lora
     return None if lora is None else {"rank": lora.rank, "alpha": lora.alpha}
 
@@ -235,51 +238,93 @@ def load(engine: FSDPEngine, path: Path, contents: frozenset[str]) -> None:
     Raises:
         CheckpointError: the directory is missing or incomplete, lacks a part, or holds another model (on every rank).
     """
+    world = engine.layout.world_size
+
+    def check(marker: dict[str, Any], parts: frozenset[str]) -> None:
+        if "model" in parts:
+            strict = engine.checkpoint_config is None or engine.checkpoint_config.strict
+            _check_names(path / "model", set(engine.saved_tensors()), strict)
+
+    marker, contents = open_checkpoint(engine, path, contents, written_by="fsdp2", check=check)
+    if "model" in contents:
+        stored = _stored_names(path / "model")
+        wanted = {name: tensor.detach() for name, tensor in engine.saved_tensors().items() if name in stored}
+        _dcp(wanted, path / "model", world, "read")
+    if "optimizer" in contents:
+        _dcp(optimizer_tensors(engine), path / "optimizer", world, "read")
+    if "extra" in contents:
+        read_extra(engine, path, marker)
+
+
+def open_checkpoint(
+    engine: FSDPEngine | MegatronEngine,
+    path: Path,
+    contents: frozenset[str],
+    *,
+    written_by: str,
+    check: Callable[[dict[str, Any], frozenset[str]], None],
+) -> tuple[dict[str, Any], frozenset[str]]:
+    """Find out whether a directory can be read into an engine. Collective.
+
+    Args:
+        engine: that reads.
+        path: the directory.
+        contents: parts that are wanted.
+        written_by: the kind of engine whose files can be read.
+        check: what else must hold, called with the marker and the parts to read.
+
+    Returns:
+        The marker, and the parts to read: those wanted that the engine has.
+
+    Raises:
+        CheckpointError: it cannot, on every rank.
+    """
     check_contents(contents)
-    rank, world = engine.layout.rank, engine.layout.world_size
-    contents = contents - {"hf_model"}  # an export, made from "model"
+    parts = contents - {"hf_model"}  # an export, made from "model"
     if engine.optimizer is None:
-        contents = contents - {"optimizer"}
+        parts -= {"optimizer"}
     marker: dict[str, Any] = {}
 
-    def check() -> None:
+    def run() -> None:
         marker.update(read_marker(path))
+        if marker["engine"] != written_by:
+            strategy = "megatron" if marker["engine"] == "megatron" else "fsdp"
+            raise CheckpointError(
+                f"{path} was written by the {marker['engine']} engine; resume with strategy={strategy}, or start from "
+                "its huggingface directory (save it with checkpoint.save_contents=[hf_model,...]) as model.path"
+            )
         if marker["head"] != engine.head:
             raise CheckpointError(f"{path} has a {marker['head']!r} head, this engine a {engine.head!r} head")
-        lacking = sorted(contents - set(marker["contents"]))
+        lacking = sorted(parts - set(marker["contents"]))
         if lacking:
             raise CheckpointError(
                 f"{path} holds {marker['contents']} and not {lacking}; drop them from checkpoint.load_contents or "
                 "choose another checkpoint"
             )
-        strict = engine.checkpoint_config is None or engine.checkpoint_config.strict
-        if "model" in contents:
-            if marker.get("lora") != _lora_marker(engine):
-                raise CheckpointError(
-                    f"{path} was saved with adapters {marker.get('lora')}, this run has {_lora_marker(engine)}; set "
-                    "model.lora_rank, lora_alpha and target_modules as they were"
-                )
-            _check_names(path / "model", set(engine.saved_tensors()), strict)
+        if "model" in parts and marker.get("lora") != lora_marker(engine):
+            raise CheckpointError(
+                f"{path} was saved with adapters {marker.get('lora')}, this run has {lora_marker(engine)}; set "
+                "model.lora_rank, lora_alpha and target_modules as they were"
+            )
+        check(marker, parts)
 
-    on_all_ranks(world, f"read {path}", check)
-    if "model" in contents:
-        wanted = engine.saved_tensors()
-        stored = _stored_names(path / "model")
-        _dcp(dcp.load, {n: t.detach() for n, t in wanted.items() if n in stored}, path / "model", world, "read")
-    if "optimizer" in contents:
-        _dcp(dcp.load, optimizer_tensors(engine), path / "optimizer", world, "read")
-    if "extra" in contents:
+    on_all_ranks(engine.layout.world_size, f"read {path}", run)
+    return marker, parts
 
-        def read_extra() -> None:
-            counters = json.loads((path / "extra" / "counters.json").read_text())
-            engine.step, engine.lr_step = int(counters["step"]), int(counters["lr_step"])
-            if marker["world_size"] == world:
-                stored = torch.load(path / "extra" / f"rng_rank_{rank}.pt", weights_only=True)
-                set_plain_rng_state(stored)
-            else:
-                logger.info("%s: random states of %d ranks do not fit %d", path, marker["world_size"], world)
 
-        on_all_ranks(world, f"read {path / 'extra'}", read_extra)
+def read_extra(engine: FSDPEngine | MegatronEngine, path: Path, marker: dict[str, Any]) -> None:
+    """Restore counters, and random states where the number of ranks is the saved one. Collective."""
+    rank, world = engine.layout.rank, engine.layout.world_size
+
+    def run() -> None:
+        counters = json.loads((path / "extra" / "counters.json").read_text())
+        engine.step, engine.lr_step = int(counters["step"]), int(counters["lr_step"])
+        if marker["world_size"] == world:
+            set_plain_rng_state(torch.load(path / "extra" / f"rng_rank_{rank}.pt", weights_only=True))
+        else:
+            logger.info("%s: random states of %d ranks do not fit %d", path, marker["world_size"], world)
+
+    on_all_ranks(world, f"read {path / 'extra'}", run)
 
 
 def read_marker(path: Path) -> dict[str, Any]:
@@ -350,14 +395,14 @@ def check_contents(contents: frozenset[str]) -> None:
 
 
 def _stored_names(directory: Path) -> set[str]:
-    return set(dcp.FileSystemReader(directory).read_metadata().state_dict_metadata)
+    try:
+        return set(PlainReader(directory).read_metadata().state_dict_metadata)
+    except Exception as error:  # any damage of the file shows up as some other exception
+        raise CheckpointError(f"{directory} is damaged ({error}); choose another checkpoint") from error
 
 
 def _check_names(directory: Path, wanted: set[str], strict: bool) -> None:
-    try:
-        stored = _stored_names(directory)
-    except Exception as error:  # any damage of the file shows up as some other exception
-        raise CheckpointError(f"{directory} is damaged ({error}); choose another checkpoint") from error
+    stored = _stored_names(directory)
     missing, extra = sorted(wanted - stored), sorted(stored - wanted)
     if not missing and not extra:
         return
@@ -368,18 +413,22 @@ def _check_names(directory: Path, wanted: set[str], strict: bool) -> None:
 
 
 def _dcp(
-    function: Callable[..., Any],
     tensors: dict[str, Any],
     directory: Path,
     world: int,
-    verb: str,
+    verb: Literal["read", "write"],
     group: dist.ProcessGroup | None = None,
 ) -> None:
+    """Read into tensors, or write them. Collective over ``group``."""
+    ranks: dict[str, Any] = {"no_dist": world == 1, "process_group": group}
     try:
         with warnings.catch_warnings():
             # Without other ranks no process group is needed, and that is no news.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            function(tensors, checkpoint_id=str(directory), no_dist=world == 1, process_group=group)
+            if verb == "write":
+                dcp.save(tensors, checkpoint_id=str(directory), **ranks)
+            else:
+                dcp.load(tensors, storage_reader=PlainReader(directory), **ranks)
     except CheckpointException as error:  # a BaseException: what failed, by rank
         causes = "; ".join(f"rank {rank}: {cause[0]!r}" for rank, cause in sorted(error.failures.items()))
         raise CheckpointError(f"cannot {verb} {directory}: {causes}{_space(directory, verb)}") from error

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.errors import WeightSyncError
+from verl.utils import plain_pickle
 from verl.utils.fs import format_bytes
 from verl.workers.sharding_manager.transport import (
     Bucket,
@@ -32,6 +33,11 @@ from verl.workers.sharding_manager.transport import (
     in_buckets,
     messages,
     require_newer,
+)
+
+#: what a message of the store may refer to besides numbers and text: torch's description of a tensor's memory
+_OF_CUDA_HANDLES = frozenset(
+    {"torch.Size", "torch._tensor.Tensor", "torch.Tensor", "torch.storage.TypedStorage", "torch.storage.UntypedStorage"}
 )
 
 
@@ -195,7 +201,7 @@ class SharedMemoryTransport(Transport):
     def _next_message(self, what: str) -> tuple[Message, Tensor]:
         key = f"message/{self._number}"
         self._wait([key], what)
-        address, encoded = pickle.loads(self.store.get(key))
+        address, encoded = plain_pickle.loads(self.store.get(key), _OF_CUDA_HANDLES)
         name = repr(address)
         if name not in self._opened:
             slot = _open_slot(address)
