@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 
 import pytest
 
 import verl
-from verl import cli
+from verl import cli, model_merger
+from verl.selftest import main as selftest
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,24 +64,35 @@ def test_every_command_has_a_module_with_a_main(name: str) -> None:
     assert callable(importlib.import_module(cli.COMMANDS[name].module).main)
 
 
-@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
-def test_the_help_of_every_command_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def example_of(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The command line, without ``verl``, that the help of a command shows first."""
     try:
         code = cli.main([name, "--help"])
     except SystemExit as end:  # argparse and the configuration end the process themselves
         code = int(end.code or 0)
     text = capsys.readouterr().out
     assert code == 0
-    assert re.search(rf"^example:\s+verl {name} \S", text, re.MULTILINE), text[:1000]
+    found = re.search(r"^example:\s+verl (\S.*)$", text, re.MULTILINE)
+    assert found is not None, text[:1000]
+    return found[1]
 
 
-@pytest.mark.parametrize("name", ["train", "sft", "preference", "generate", "eval"])
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_the_help_of_every_command_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert example_of(name, capsys).startswith(f"{name} ")
+
+
+@pytest.mark.parametrize("name", ["train", "sft", "preference", "explain", "generate", "eval"])
 def test_the_example_of_the_help_is_a_valid_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main([name, "--help"])
-    found = re.search(r"^example:\n  verl (.*)$", capsys.readouterr().out, re.MULTILINE)
-    assert found is not None
+    words = shlex.split(example_of(name, capsys))
     with pytest.raises(SystemExit) as end:
-        cli.main([*shlex.split(found[1]), "--cfg", "job"])
+        cli.main([*words, "--cfg", "job"])
     shown = capsys.readouterr()
     assert end.value.code == 0, shown.err
+
+
+@pytest.mark.parametrize(("name", "parser"), [("merge", model_merger.parser), ("selftest", selftest.parser)])
+def test_the_example_of_the_help_has_valid_options(
+    name: str, parser: Callable[[], argparse.ArgumentParser], capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser().parse_args(shlex.split(example_of(name, capsys))[1:])

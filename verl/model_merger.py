@@ -26,8 +26,9 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from verl.checkpoint.checksums import verify_checksums
+from verl.checkpoint.plain import PlainReader
 from verl.config import ModelConfig
-from verl.errors import CheckpointError, ConfigError, VerlError
+from verl.errors import CheckpointError, ConfigError
 from verl.models.loading import (
     DTYPES,
     LOADERS,
@@ -37,6 +38,7 @@ from verl.models.loading import (
 from verl.models.lora import is_adapter_name, merged, read_adapter
 from verl.utils.fs import directory_bytes, ensure_writable_dir, fsync_tree
 from verl.utils.logging import setup_logging
+from verl.utils.program import exit_code
 from verl.utils.registry import Registry
 from verl.workers.engine.state import ADAPTER_DIR, copy_companions, read_marker
 
@@ -54,7 +56,7 @@ def read_fsdp(directory: Path) -> dict[str, Tensor]:
         CheckpointError: it is damaged.
     """
     try:
-        reader = dcp.FileSystemReader(directory / "model")
+        reader = PlainReader(directory / "model")
         entries = reader.read_metadata().state_dict_metadata
         tensors = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in entries.items()}  # type: ignore[union-attr]
         with warnings.catch_warnings():
@@ -261,25 +263,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line: exit code 0 when done, 1 for a failure or a difference, 2 for bad arguments."""
     setup_logging()
     arguments = parser().parse_args(argv)
-    try:
+    options = {"backend": arguments.backend, "base_model": arguments.base_model}
+
+    def work() -> bool:
         if arguments.operation == "merge":
-            target = merge(
-                arguments.local_dir,
-                arguments.target_dir,
-                backend=arguments.backend,
-                dtype=arguments.dtype,
-                base_model=arguments.base_model,
-            )
+            target = merge(arguments.local_dir, arguments.target_dir, dtype=arguments.dtype, **options)
             sys.stdout.write(f"the model is in {target}\n")
         else:
-            count = compare(
-                arguments.local_dir, arguments.test_hf_dir, backend=arguments.backend, base_model=arguments.base_model
-            )
-            sys.stdout.write(f"{count} tensors are equal\n")
-    except VerlError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0
+            sys.stdout.write(f"{compare(arguments.local_dir, arguments.test_hf_dir, **options)} tensors are equal\n")
+        return True
+
+    return exit_code(work)
 
 
 if __name__ == "__main__":

@@ -83,3 +83,19 @@ def test_redact_hides_by_name_at_any_depth_and_keeps_the_rest() -> None:
         "access_keys": ("***", "***"),
     }
     assert config["wandb"]["api_key"] == "abc"  # type: ignore[index]
+
+
+def test_redact_hides_secrets_within_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "abcdef0123456789")
+    config = {
+        "headers": {"Authorization": "Bearer x", "Accept": "json"},
+        "command": "run --key abcdef0123456789",
+        "url": "https://me:pass@host:8000/v1?x=a@b",
+        "plain": "https://host/v1 a@b c:d@e",
+    }
+    assert redact(config) == {
+        "headers": {"Authorization": "***", "Accept": "json"},
+        "command": "run --key ***",
+        "url": "https://***@host:8000/v1?x=a@b",
+        "plain": "https://host/v1 a@b c:d@e",
+    }

@@ -10,34 +10,35 @@ from pathlib import Path
 from verl.errors import ConfigError
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    options = argparse.ArgumentParser(
         prog="verl selftest",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Run every registered advantage estimator and loss through the training engine, cut in many ways,\n"
         "and compare loss, gradient and metrics. Exit code 1 if one differs.\n\n"
         "example:\n  verl selftest --plugin my_losses.py --only 'loss *'",
     )
-    parser.add_argument("--full", action="store_true", help="all cuts, aggregations and rank counts (minutes)")
-    parser.add_argument(
+    options.add_argument("--full", action="store_true", help="all cuts, aggregations and rank counts (minutes)")
+    options.add_argument(
         "--plugin", action="append", default=[], metavar="MODULE", help="module or .py file that registers names"
     )
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument(
+    options.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    options.add_argument(
         "--ranks",
         type=_counts,
         metavar="N,N",
         help="data-parallel ranks to compare, 0 for none (default: 2; full: 2,4)",
     )
-    parser.add_argument(
+    options.add_argument(
         "--only", action="append", default=[], metavar="PATTERN", help="rows to check, for example 'loss *'"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every comparison to a file")
-    parser.add_argument(
+    options.add_argument("--json", type=Path, metavar="FILE", help="write every comparison to a file")
+    options.add_argument(
         "--plant", action="append", default=[], metavar="BUG", help="switch a known bug on, to see it found"
     )
-    parser.add_argument("--list", action="store_true", help="list the rows and the bugs that can be planted, and stop")
-    return parser
+    options.add_argument("--list", action="store_true", help="list the rows and the bugs that can be planted, and stop")
+    return options
 
 
 def _counts(text: str) -> tuple[int, ...]:
@@ -49,7 +50,7 @@ def _counts(text: str) -> tuple[int, ...]:
 
 def main() -> int:
     """Run the command line; 0 if all is well, 1 if a check failed, 2 if it could not run."""
-    options = _parser().parse_args()
+    options = parser().parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         if options.list:

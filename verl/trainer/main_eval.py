@@ -19,9 +19,10 @@ import numpy as np
 
 from verl.config.cli import parse_cli
 from verl.config.generation import EvalConfig, MetricsConfig
-from verl.errors import ConfigError, DataError, RewardError, VerlError
+from verl.errors import ConfigError, DataError, RewardError
 from verl.utils.fs import atomic_write_text
 from verl.utils.logging import setup_logging
+from verl.utils.program import exit_code
 
 if TYPE_CHECKING:
     from verl.data.files import Rows
@@ -190,15 +191,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line: exit code 0 when done, 2 for a bad configuration or bad input, 1 for a failure."""
     setup_logging()
     config = parse_cli(EvalConfig, "evaluation", argv)
-    try:
+
+    def work() -> bool:
         result = evaluate(config)
-    except VerlError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return 2 if isinstance(error, ConfigError | DataError) else 1
-    sys.stdout.write(table(result, config.metrics.confidence))
-    if config.data.output_path:
-        logger.info("the result is in %s", Path(config.data.output_path))
-    return 0
+        sys.stdout.write(table(result, config.metrics.confidence))
+        if config.data.output_path:
+            logger.info("the result is in %s", Path(config.data.output_path))
+        return True
+
+    return exit_code(work)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from verl.config import PPOConfig, parse_cli
-from verl.errors import ConfigError
+from verl.utils.program import exit_code
 
 USAGE = """usage: verl explain memory [key=value ...]
 
@@ -28,18 +28,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] != "memory":
         sys.stderr.write(f"verl explain: unknown subject {words[0]!r} (known: memory)\n")
         return 2
-    config = parse_cli(PPOConfig, "ppo_trainer", words[1:])
+    # no data are read, so none need be named
+    config = parse_cli(PPOConfig, "ppo_trainer", ["data.train_files=unread.parquet", *words[1:]])
     from verl.utils.device import resolve_device
     from verl.workers.memory import predict, table
 
     device = config.trainer.device
-    try:
+
+    def work() -> bool:
         kind = device if device in ("cpu", "cuda") else resolve_device(device)
         sys.stdout.write(table(predict(config, kind)) + "\n")
-    except ConfigError as error:
-        sys.stderr.write(f"ConfigError: {error}\n")
-        return 2
-    return 0
+        return True
+
+    return exit_code(work)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 from verl.config import to_dict
 from verl.config.cli import parse_cli
 from verl.config.generation import GenerationConfig
-from verl.errors import ConfigError, DataError, VerlError
+from verl.errors import ConfigError, DataError
 from verl.utils.fs import atomic_write_text, ensure_writable_dir
-from verl.utils.logging import setup_logging
+from verl.utils.logging import redact, setup_logging
+from verl.utils.program import exit_code
 
 if TYPE_CHECKING:
     from verl.data.files import Rows
@@ -154,7 +155,8 @@ class Generator:
         values["data"].pop("output_path")
         for key in ("nnodes", "n_gpus_per_node", "controller"):
             values["trainer"].pop(key)
-        settings = json.dumps({**values, "ray_kwargs": None, "rows": self.count}, indent=1, sort_keys=True, default=str)
+        values = redact({**values, "ray_kwargs": None, "rows": self.count})
+        settings = json.dumps(values, indent=1, sort_keys=True, default=str)
         path = self.parts / SETTINGS
         if not path.exists():
             atomic_write_text(path, settings)
@@ -214,13 +216,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line: exit code 0 when done, 2 for a bad configuration or bad input, 1 for a failure."""
     setup_logging()
     config = parse_cli(GenerationConfig, "generation", argv)
-    try:
-        path = run_generation(config)
-    except VerlError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return 2 if isinstance(error, ConfigError | DataError) else 1
-    sys.stdout.write(f"the responses are in {path}\n")
-    return 0
+
+    def work() -> bool:
+        sys.stdout.write(f"the responses are in {run_generation(config)}\n")
+        return True
+
+    return exit_code(work)
 
 
 if __name__ == "__main__":

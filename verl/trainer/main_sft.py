@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -10,11 +9,9 @@ from typing import TypeVar
 
 from verl.config import FineTuningConfig, SFTConfig
 from verl.config.cli import parse_cli
-from verl.errors import ConfigError, DataError, VerlError
+from verl.errors import ConfigError
 from verl.utils.logging import setup_logging
-from verl.utils.stopping import EXIT_UNFINISHED
-
-logger = logging.getLogger(__name__)
+from verl.utils.program import exit_code
 
 R = TypeVar("R", bound=FineTuningConfig)
 
@@ -52,18 +49,17 @@ def run_command(
     setup_logging()
     words = list(sys.argv[1:] if argv is None else argv)
     config = parse_cli(schema, preset, [*processes_started(words), *words])
-    try:
+
+    def work() -> bool:
         check_processes(config, module)
-        finished = run(config) is not None
-    except (ConfigError, DataError) as error:
-        return _fail(error, 2)
-    except VerlError as error:
-        return _fail(error, 1)
+        return run(config) is not None
+
+    try:
+        return exit_code(work)
     finally:
         from verl.utils.distributed import destroy_process_group
 
         destroy_process_group()
-    return 0 if finished else EXIT_UNFINISHED
 
 
 def processes_started(words: Sequence[str]) -> list[str]:
@@ -84,12 +80,6 @@ def check_processes(config: FineTuningConfig, module: str) -> None:
             f"{trainer.world_size} processes, but {world} started; start them with torchrun --nnodes={trainer.nnodes} "
             f"--nproc_per_node={trainer.n_gpus_per_node} -m {module} ..., or leave both keys out"
         )
-
-
-def _fail(error: VerlError, code: int) -> int:
-    logger.debug("the run failed", exc_info=True)
-    sys.stderr.write(f"{type(error).__name__}: {error}\n")
-    return code
 
 
 if __name__ == "__main__":

@@ -11,7 +11,11 @@ from typing import Any, TextIO
 
 from verl import envs
 
-_SECRET_NAME = re.compile(r"(?:api_?key|access_?key|token|secret|password|passwd|credential)s?$", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"(?:api_?key|access_?key|private_?key|token|secret|password|passwd|passphrase|credential|authorization)s?$",
+    re.IGNORECASE,
+)
+_URL_USER = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s@:]+:[^/\s@]+@", re.IGNORECASE)  # scheme://name:password@
 _HIDDEN = "***"
 _MIN_SECRET_LENGTH = 8  # shorter values would blank out ordinary words
 
@@ -32,7 +36,7 @@ class RankFormatter(logging.Formatter):
             record.exc_text = self.formatException(record.exc_info)
         if record.exc_text:
             text = f"{text}\n{record.exc_text}"
-        return _without_secret_values(text)
+        return without_secrets(text)
 
 
 def setup_logging(role: str = "", *, level: str | None = None, stream: TextIO | None = None) -> logging.Logger:
@@ -61,6 +65,7 @@ def redact(value: Any, name: str = "") -> Any:
     """A copy of nested mappings and sequences in which everything named like a secret is hidden.
 
     Meant for a configuration that is printed or sent to a tracker: ``{"api_key": "abc"}`` -> ``{"api_key": "***"}``.
+    Passwords in URLs and the values of secret environment variables are hidden wherever they are.
     """
     if isinstance(value, Mapping):
         return {key: redact(item, str(key)) for key, item in value.items()}
@@ -68,12 +73,12 @@ def redact(value: Any, name: str = "") -> Any:
         return type(value)(redact(item, name) for item in value) if type(value) in (list, tuple) else value
     if isinstance(value, str) and value and _SECRET_NAME.search(name):
         return _HIDDEN
-    return value
+    return without_secrets(value) if isinstance(value, str) else value
 
 
-def _without_secret_values(text: str) -> str:
-    """Hide the values of environment variables whose name says that they are secrets."""
+def without_secrets(text: str) -> str:
+    """Hide the values of environment variables whose name says that they are secrets, and passwords in URLs."""
     for name, value in os.environ.items():
         if len(value) >= _MIN_SECRET_LENGTH and _SECRET_NAME.search(name) and value in text:
             text = text.replace(value, _HIDDEN)
-    return text
+    return _URL_USER.sub(rf"\1{_HIDDEN}@", text)

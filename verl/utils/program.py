@@ -1,0 +1,33 @@
+"""What the programs of the command line share: how they end."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+
+from verl.errors import ConfigError, DataError, VerlError
+from verl.utils.logging import without_secrets
+from verl.utils.stopping import EXIT_UNFINISHED
+
+logger = logging.getLogger(__name__)
+
+
+def exit_code(work: Callable[[], bool]) -> int:
+    """Do the work of a program and return the process's exit code.
+
+    An error of the library becomes one message on standard error, without a traceback of this process.
+
+    Args:
+        work: returns False if it saved its state and ended early, to be started again.
+
+    Returns:
+        0: done; 1: failed; 2: the configuration or the input is wrong; 75: ended early.
+    """
+    try:
+        finished = work()
+    except VerlError as error:
+        logger.debug("the program failed", exc_info=True)
+        sys.stderr.write(without_secrets(f"{type(error).__name__}: {error}\n"))
+        return 2 if isinstance(error, ConfigError | DataError) else 1
+    return 0 if finished else EXIT_UNFINISHED
