@@ -6,6 +6,8 @@ import io
 import json
 import logging
 import sys
+import threading
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -129,7 +131,7 @@ def test_unknown_and_missing_trackers_are_errors_before_any_starts(
         Tracking("p", "e", ["wandb"])
 
 
-def test_a_tracker_that_fails_is_reported_once_and_the_others_go_on(
+def test_a_tracker_that_fails_is_reported_and_counted_and_the_others_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "m.jsonl"))
@@ -143,12 +145,52 @@ def test_a_tracker_that_fails_is_reported_once_and_the_others_go_on(
         logging.getLogger("verl").propagate = True
         for step in (1, 2, 3):
             tracking.log({"a": 1.0}, step=step)
-    assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 3
+        tracking.finish()
+    lines = [json.loads(line)["data"] for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert lines == [{"a": 1.0}, {"a": 1.0, "tracking/failures": 1}, {"a": 1.0, "tracking/failures": 2}]
     # by identity: a handler that other code has also put on the "verl" logger is shown the same record twice
     records = {id(record): record for record in caplog.records}.values()
-    reports = [record for record in records if "tracker 'tensorboard' failed" in record.message]
+    reports = [record for record in records if "tracker 'tensorboard' failed;" in record.message]
     assert len(reports) == 1
     assert "connection lost" in str(reports[0].exc_info)
+    assert "tracker 'tensorboard' failed 3 times in this run" in caplog.text
+
+
+def test_a_hosted_tracker_that_does_not_answer_costs_its_limit_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = threading.Event()
+
+    class Silent(Recorder):
+        def log(self, *_: Any, **__: Any) -> None:
+            answer.wait(60)
+
+    monkeypatch.setitem(sys.modules, "wandb", Silent("wandb"))
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "m.jsonl"))
+    monkeypatch.setattr("verl.utils.tracking._LOG_S", 0.5)
+    tracking = Tracking("p", "e", ["wandb", "file"])
+    started = time.monotonic()
+    for step in (1, 2, 3):
+        tracking.log({"a": 1.0}, step=step)
+    assert time.monotonic() - started < 5
+    last = json.loads((tmp_path / "m.jsonl").read_text().splitlines()[-1])
+    assert last == {"step": 3, "data": {"a": 1.0, "tracking/failures": 2}}
+    answer.set()
+    tracking.finish()
+
+
+def test_a_hosted_tracker_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+
+    class Silent(Recorder):
+        def init(self, **_: Any) -> None:
+            answer.wait(60)
+
+    monkeypatch.setitem(sys.modules, "wandb", Silent("wandb"))
+    monkeypatch.setattr("verl.utils.tracking._START_S", 0.2)
+    with pytest.raises(ConfigError, match=r"'wandb', which does not start: no answer within 0\.2 s"):
+        Tracking("p", "e", ["wandb"])
+    answer.set()
 
 
 class Recorder(types.ModuleType):

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, TypeVar
+
+R = TypeVar("R")
 
 
 class BackgroundTask:
@@ -41,3 +47,48 @@ class BackgroundTask:
         if self._thread is not None:
             self._thread.join()
         self.done()
+
+
+class Courier:
+    """Makes calls in one thread of its own, one after the other, and waits for each no longer than a limit.
+
+    A call that hangs costs the caller the limit once: while it has not returned, others are refused at once.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._last: Future[Any] | None = None
+        threading.Thread(target=self._run, name=name, daemon=True).start()  # a call that hangs must not hold up the end
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            result, call = item
+            try:
+                result.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - handed to the caller
+                result.set_exception(error)
+
+    def end(self) -> None:
+        """Let the thread go when it has done what it was given; nothing may be asked of it afterwards."""
+        self._calls.put(None)
+
+    def do(self, call: Callable[[], R], limit_s: float) -> R:
+        """The result of a call, or what it raised.
+
+        Raises:
+            TimeoutError: it has not returned within ``limit_s`` seconds, or an earlier one has not returned yet.
+        """
+        if self._last is not None and not self._last.done():
+            raise TimeoutError("an earlier call has not returned yet")
+        result: Future[Any] = Future()
+        self._last = result
+        self._calls.put((result, call))
+        try:
+            return result.result(limit_s)  # type: ignore[no-any-return]
+        except FutureTimeout:
+            if result.done():  # raised by the call itself
+                raise
+            raise TimeoutError(f"no answer within {limit_s:g} s") from None

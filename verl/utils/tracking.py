@@ -1,7 +1,7 @@
 """Where the numbers of a step go: the console, a file, TensorBoard, hosted trackers.
 
 Packages of trackers load only when their tracker is asked for. A tracker that cannot start is an error, before any
-work is done; one that fails later is reported once and never stops the run.
+work is done; one that fails later, or does not answer, never stops the run: that is reported and counted.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ import logging
 import math
 import numbers
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
 
 from verl import envs
 from verl.errors import ConfigError
+from verl.utils.background import Courier
 from verl.utils.logging import redact
 from verl.utils.registry import Registry
 from verl.utils.timing import EtaEstimator, format_duration
@@ -30,6 +33,7 @@ from verl.utils.timing import EtaEstimator, format_duration
 logger = logging.getLogger(__name__)
 
 Sample = Mapping[str, Any]
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class Tracker:
 
     #: under which the destination knows the run; None where a run has no id
     run_id: str | None = None
+    #: whether calls go to another machine, which may not answer
+    hosted: ClassVar[bool] = False
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         """Record the metrics of a step."""
@@ -68,6 +74,9 @@ class Tracker:
     def finish(self) -> None:
         """Flush and close."""
 
+
+#: longest wait for a hosted tracker: to start, to take the metrics of a step, and to end with all that it still holds
+_START_S, _LOG_S, _FINISH_S = 300.0, 30.0, 300.0
 
 TRACKERS: Registry[Callable[[RunInfo], Tracker]] = Registry("tracker")
 
@@ -104,18 +113,39 @@ class Tracking:
             project_name, experiment_name, redact(config or {}), Path(default_local_dir), total_steps, run_ids or {}
         )
         factories = {name: TRACKERS[name] for name in names}  # all names are checked before the first one starts
-        self._trackers = {name: factory(info) for name, factory in factories.items()}
-        self._failed: set[str] = set()
+        self._couriers = {
+            name: Courier(f"verl-{name}") for name, factory in factories.items() if getattr(factory, "hosted", False)
+        }
+        self._trackers = {name: self._start(name, factory, info) for name, factory in factories.items()}
+        self._failures = Counter[str]()
+
+    def _start(self, name: str, factory: Callable[[RunInfo], Tracker], info: RunInfo) -> Tracker:
+        try:
+            return self._call(name, partial(factory, info), _START_S)
+        except TimeoutError as error:
+            raise ConfigError(
+                f"trainer.logger contains {name!r}, which does not start: {error}; is its server reachable from here?"
+            ) from error
+
+    def _call(self, name: str, call: Callable[[], R], limit_s: float) -> R:
+        """Hosted trackers live in threads of their own, which their packages may tie runs to."""
+        courier = self._couriers.get(name)
+        return call() if courier is None else courier.do(call, limit_s)
 
     def state_dict(self) -> dict[str, str]:
         """Tracker -> id of this run there, for a checkpoint."""
         return {name: tracker.run_id for name, tracker in self._trackers.items() if tracker.run_id is not None}
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        """Send the metrics of a step to every tracker; numbers may be NumPy or torch scalars. No metrics, no record."""
+        """Send the metrics of a step to every tracker; numbers may be NumPy or torch scalars. No metrics, no record.
+
+        Once a tracker has failed, ``tracking/failures`` counts the failures of all so far.
+        """
         if not data:
             return
         plain = {name: _plain(value) for name, value in data.items()}
+        if self._failures:
+            plain["tracking/failures"] = self._failures.total()
         self._each("log", plain, step)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
@@ -125,16 +155,21 @@ class Tracking:
 
     def finish(self) -> None:
         """Flush and close every tracker."""
-        self._each("finish")
+        self._each("finish", limit_s=_FINISH_S)
+        for name, count in self._failures.items():
+            logger.warning("tracker %r failed %d times in this run and lacks what it was told then", name, count)
+        for courier in self._couriers.values():
+            courier.end()
 
-    def _each(self, method: str, *args: Any) -> None:
+    def _each(self, method: str, *args: Any, limit_s: float | None = None) -> None:
+        limit = _LOG_S if limit_s is None else limit_s
         for name, tracker in self._trackers.items():
             try:
-                getattr(tracker, method)(*args)
+                self._call(name, partial(getattr(tracker, method), *args), limit)
             except Exception:  # a broken tracker must not cost the run
-                if name not in self._failed:
-                    self._failed.add(name)
-                    logger.warning("tracker %r failed; further failures of it are not reported", name, exc_info=True)
+                self._failures[name] += 1
+                if self._failures[name] == 1:
+                    logger.warning("tracker %r failed; the run goes on, and counts its failures", name, exc_info=True)
 
 
 # ---------------------------------------------------------------------- console
@@ -349,6 +384,8 @@ def _cell(value: Any) -> str:
 class WandbTracker(Tracker):
     """Weights & Biases; its own environment variables (key, mode, entity) apply."""
 
+    hosted = True
+
     def __init__(self, info: RunInfo) -> None:
         self._wandb = _load("wandb", "wandb")
         self.run_id = info.run_ids.get("wandb") or _new_id()
@@ -374,6 +411,8 @@ class WandbTracker(Tracker):
 
 class MlflowTracker(Tracker):
     """MLflow; its own environment variables (tracking server, credentials) apply."""
+
+    hosted = True
 
     def __init__(self, info: RunInfo) -> None:
         self._mlflow = _load("mlflow", "mlflow")
@@ -408,6 +447,8 @@ class MlflowTracker(Tracker):
 class SwanlabTracker(Tracker):
     """SwanLab; its own environment variables apply."""
 
+    hosted = True
+
     def __init__(self, info: RunInfo) -> None:
         self._swanlab = _load("swanlab", "swanlab")
         self.run_id = info.run_ids.get("swanlab") or _new_id()
@@ -432,6 +473,8 @@ class SwanlabTracker(Tracker):
 
 class TrackioTracker(Tracker):
     """Trackio, which keeps its runs locally or on a hub space."""
+
+    hosted = True
 
     def __init__(self, info: RunInfo) -> None:
         self._trackio = _load("trackio", "trackio")

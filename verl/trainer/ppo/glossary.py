@@ -78,6 +78,7 @@ GLOSSARY: dict[str, str] = {
     # checkpoints
     "checkpoint/rollbacks": "Whether models went back to the last checkpoint in this step (on_nonfinite=rollback).",
     "checkpoint/failed_saves": "Checkpoints that could not be written since the last step (on_save_error=continue).",
+    "tracking/failures": "Calls of trackers that failed or were not answered, so far in this run.",
     # rewards
     "reward/{errors|timeouts}": "Samples whose reward function raised, returned no finite number, or ran out of time.",
     "reward/abstained": "Samples without a score, which take no part in the update.",
