@@ -96,7 +96,9 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
         "background_write_s": round(statistics.median(writing), 3),
         "slower_steps_per_save_s": round(slower, 3),
     }
-    result["copy_over_synchronous"] = round(result["background_copy_s"] / result["synchronous_save_s"], 4)
+    copy, whole = result["background_copy_s"], result["synchronous_save_s"]
+    result["copy_over_synchronous"] = round(copy / whole, 4)
+    result["total_over_synchronous"] = round((copy + max(0.0, slower)) / whole, 4)
     return result
 
 

@@ -69,7 +69,7 @@ def _parse_time(text: str) -> float:
         raise ValueError("use seconds since 1970") from None
 
 
-def _parse_path(text: str) -> str | None:
+def _parse_text(text: str) -> str | None:
     return text or None
 
 
@@ -83,14 +83,14 @@ _TABLE = (
         None,
         "File that the `file` tracker appends one JSON object per step to; "
         "by default `metrics.jsonl` in `trainer.default_local_dir`.",
-        _parse_path,
+        _parse_text,
     ),
     EnvVar(
         "TENSORBOARD_DIR",
         "path",
         None,
         "Directory of the `tensorboard` tracker; by default `tensorboard` in `trainer.default_local_dir`.",
-        _parse_path,
+        _parse_text,
     ),
     EnvVar(
         "VERL_SYNC_CHECK",
@@ -106,6 +106,14 @@ _TABLE = (
         "Let dispatch pad a batch that does not divide over the ranks with copies of rows, which collect removes; "
         "0 makes such a batch an error.",
         _parse_bool,
+    ),
+    EnvVar(
+        "VERL_SERVER_API_KEY",
+        "text",
+        None,
+        "Key that the OpenAI-compatible endpoints of rollout servers ask for, and that servers of "
+        "`rollout.server_urls` are sent; without one, whoever reaches an endpoint may generate.",
+        _parse_text,
     ),
     EnvVar(
         "SLURM_JOB_END_TIME",

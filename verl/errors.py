@@ -31,6 +31,10 @@ class ReplicaError(RolloutError):
     """A rollout server cannot serve now, for a reason that is not the request's: another one may."""
 
 
+class LostProcessError(RolloutError):
+    """A process that generates, or runs agent loops, died or gave no answer: new ones may do better."""
+
+
 class WeightSyncError(VerlError, RuntimeError):
     """Weights could not be handed from training to generation, or arrived changed."""
 

@@ -253,6 +253,20 @@ def test_the_smallest_command_line(ppo):
             "mode=async",
         ),
         (
+            [
+                f"{ARR}.rollout.mode=async",
+                f"{ARR}.rollout.server.openai_api=True",
+                f"{ARR}.rollout.server.host=::",
+            ],
+            f"{ARR}.rollout.server.host='::': whoever reaches that address could generate; set the environment "
+            "variable VERL_SERVER_API_KEY, which clients send as their api_key, or listen on 127.0.0.1",
+        ),
+        (
+            ["trainer.deterministic=True", f"{ARR}.rollout.agent.default_agent_loop=single_turn_agent"],
+            "trainer.deterministic=True: agent loops are batched as they arrive, and what a batch rounds depends on "
+            "who is in it; leave it off, or generate with rollout.name=hf or vllm without agents",
+        ),
+        (
             [f"{ARR}.rollout.mode=async", f"{ARR}.rollout.checkpoint_engine.backend=disk"],
             f"{ARR}.rollout.checkpoint_engine.directory=None: backend='disk'; a directory is for backend=disk, which "
             "needs one",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.e2e.chaos import RunningTrainer, metrics_by_step, steps_logged
+from tests.e2e.conftest import merge_overrides
 from verl.checkpoint import CheckpointManager
 from verl.errors import CheckpointError, TrainingError
 
@@ -103,8 +106,9 @@ def test_a_full_disk_leaves_the_previous_checkpoint(
     assert manager.find() == small_disk / "global_step_1"  # its checksums too
 
 
+@pytest.mark.parametrize("policy", ["stop", "continue"])
 def test_a_file_system_that_becomes_read_only_leaves_the_previous_checkpoint(
-    run_training: Run, small_disk: Path
+    run_training: Run, small_disk: Path, policy: str, tmp_path: Path
 ) -> None:
     subprocess.run(["mount", "-o", "remount,size=100m", str(small_disk)], check=True)
     run_training(*LOCAL, f"trainer.default_local_dir={small_disk}", "trainer.total_training_steps=1")
@@ -116,10 +120,16 @@ def test_a_file_system_that_becomes_read_only_leaves_the_previous_checkpoint(
         subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
         return begin(self, step)
 
+    keys = [*LOCAL, f"trainer.default_local_dir={small_disk}", f"trainer.on_save_error={policy}"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Manager, "begin", read_only_from_now)
-        with pytest.raises(CheckpointError, match=r"not writable.*step 1 is intact"):
-            run_training(*LOCAL, f"trainer.default_local_dir={small_disk}")
+        if policy == "stop":
+            with pytest.raises(CheckpointError, match=r"not writable.*step 1 is intact"):
+                run_training(*keys)
+        else:
+            rows = run_training(*keys)
+            assert [row["step"] for row in rows] == [2, 3]
+            assert [row["data"].get("checkpoint/failed_saves") for row in rows] == [1.0, 1.0]
     assert sorted(os.listdir(small_disk)) == ["global_step_1", "latest_checkpointed_iteration.txt"]
     subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
     assert Manager(small_disk).find() == small_disk / "global_step_1"
@@ -148,6 +158,22 @@ def test_sigterm_saves_ends_and_the_next_start_goes_on(run_training: Run, tmp_pa
     (tmp_path / "reward.py").write_text(KILLER.replace("calls == 20", "False"))
     second = run_training(*keys, f"custom_reward_function.path={tmp_path}/reward.py")
     assert [row["step"] for row in second] == [3]
+
+
+def test_a_process_that_is_to_end_saves_and_exits_with_75(base_overrides: list[str], tmp_path: Path) -> None:
+    """As a batch system does it: SIGTERM to the command, then the same command again, and then a deadline."""
+    own = ["trainer.controller=local", "trainer.save_freq=1000", "trainer.total_epochs=1000"]
+    keys = merge_overrides(base_overrides, own, ["trainer.total_training_steps=1000"])
+    with RunningTrainer(keys, tmp_path) as run:
+        assert run.wait_until(lambda: steps_logged(tmp_path) >= 1), run.text()[-3000:]
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.finish() == 75, run.text()[-3000:]
+    (first,) = CheckpointManager(tmp_path / "checkpoints").steps()
+    assert first == steps_logged(tmp_path)
+    with RunningTrainer([*keys, "trainer.time_limit_s=1000", "trainer.esi_redundant_time=999.9"], tmp_path) as run:
+        assert run.finish() == 75, run.text()[-3000:]
+    assert CheckpointManager(tmp_path / "checkpoints").steps() == [first, first + 1]
+    assert sorted(metrics_by_step(tmp_path)) == list(range(1, first + 2))
 
 
 def test_a_deadline_ends_the_run_before_it(run_training: Run, tmp_path: Path) -> None:

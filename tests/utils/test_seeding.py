@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from verl.utils.seeding import derive_seed, get_rng_state, set_rng_state, set_seed, torch_generator
+from verl.utils.seeding import (
+    derive_seed,
+    deterministic,
+    get_rng_state,
+    set_rng_state,
+    set_seed,
+    torch_generator,
+)
 
 
 def test_derived_seeds_never_change() -> None:
@@ -76,3 +83,15 @@ def test_a_generator_of_its_own_leaves_the_global_one_alone() -> None:
     own = torch.rand(2, generator=torch_generator(5))
     assert torch.equal(torch.rand(2), expected)
     assert torch.equal(own, torch.rand(2, generator=torch_generator(5)))
+
+
+def test_deterministic_algorithms_for_the_time_of_a_block() -> None:
+    with deterministic(False):
+        assert not torch.are_deterministic_algorithms_enabled()
+    with pytest.raises(ValueError, match="stop"), deterministic(True):
+        assert torch.are_deterministic_algorithms_enabled()
+        with deterministic(True):
+            pass
+        assert torch.are_deterministic_algorithms_enabled()
+        raise ValueError("stop")
+    assert not torch.are_deterministic_algorithms_enabled()

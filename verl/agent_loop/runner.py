@@ -24,7 +24,7 @@ from verl.agent_loop.batch import Row, Trajectory, batch_from_trajectories, rows
 from verl.agent_loop.conversation import HistoryRewritten
 from verl.agent_loop.rows import PLAYER
 from verl.agent_loop.trace import SpanExporter, Trace, TraceWriter
-from verl.errors import ConfigError, DataError, RolloutError
+from verl.errors import ConfigError, DataError, LostProcessError, RolloutError
 from verl.interactions.base import load_interactions
 from verl.tools.loading import load_tools
 from verl.tools.toolbox import ToolLimits
@@ -102,6 +102,7 @@ class AgentLoopRunner:
 
         Raises:
             ConfigError: a row names an agent loop that does not exist.
+            LostProcessError: no rollout server is there to sample from.
         """
         specs = [self._loop(str(row.fields.get("agent_name") or self.default)) for row in rows]
         meter = _Meter(generator)
@@ -184,7 +185,7 @@ class AgentLoopRunner:
                 task.cancel()
                 await asyncio.wait({task}, timeout=_GRACE_S)
                 aborted, why = "timeout", f"it did not end within rollout.agent.timeout_s={limit:g} s"
-        except ConfigError:
+        except (ConfigError, LostProcessError):  # no fault of this sample
             raise
         except asyncio.CancelledError:
             task.cancel()

@@ -364,7 +364,14 @@ class PPOConfig(Config):
                 "trainer.controller='local': actor_rollout_ref.rollout.mode='async' runs servers as Ray actors; "
                 "use trainer.controller=ray, or mode=sync"
             )
-        parallel = self.actor_rollout_ref.rollout.tensor_model_parallel_size
+        rollout = self.actor_rollout_ref.rollout
+        if trainer.deterministic and (rollout.agent_loop is not None or rollout.name == "sglang"):
+            which = "agent loops" if rollout.agent_loop is not None else "requests to rollout.name='sglang'"
+            yield (
+                f"trainer.deterministic=True: {which} are batched as they arrive, and what a batch rounds depends on "
+                "who is in it; leave it off, or generate with rollout.name=hf or vllm without agents"
+            )
+        parallel = rollout.tensor_model_parallel_size
         if trainer.n_gpus_per_node % parallel:
             yield (
                 f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}: must divide trainer.n_gpus_per_node "

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+from verl import envs
 from verl.config.base import Config, MicroBatch, opt, section, suggestion
 from verl.config.fsdp import DTYPE_SPELLINGS, DTYPES
 from verl.config.multi_turn import AgentConfig, MultiTurnConfig
@@ -116,7 +117,19 @@ class RolloutServerConfig(Config):
     openai_api: bool = opt(
         False, "Give every server an OpenAI-compatible HTTP endpoint, whose address is logged; needs verl[server]."
     )
-    host: str = opt("127.0.0.1", "Address on which these endpoints listen, on a free port.")
+    host: str = opt(
+        "127.0.0.1",
+        "Address on which these endpoints listen, on a free port; another than this machine's own needs "
+        "VERL_SERVER_API_KEY in the environment.",
+    )
+
+    def problems(self) -> Iterator[str]:
+        within = self.host in ("127.0.0.1", "localhost", "::1")
+        if self.openai_api and not within and not envs.get("VERL_SERVER_API_KEY"):
+            yield (
+                f"host={self.host!r}: whoever reaches that address could generate; set the environment variable "
+                "VERL_SERVER_API_KEY, which clients send as their api_key, or listen on 127.0.0.1"
+            )
 
 
 @dataclass

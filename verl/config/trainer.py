@@ -23,6 +23,11 @@ class RunConfig(Config):
     n_gpus_per_node: int = opt(8, "GPUs per node; on CPU the number of worker processes.", ge=1)
     device: str = opt("auto", "Device; auto = CUDA where there is a GPU, else CPU.", choices=("auto", "cpu", "cuda"))
     seed: int = opt(1, "Seed of the run; every other seed derives from it.", ge=0)
+    deterministic: bool = opt(
+        False,
+        "Use only algorithms whose result depends on nothing but their input, on GPUs too; an operation without one is "
+        "an error.",
+    )
     save_freq: int = opt(-1, "Save every so many steps and at the end; -1 = never.", ge=-1)
     test_freq: int = opt(-1, "Validate every so many steps and at the end; -1 = never during training.", ge=-1)
     default_local_dir: str = opt(
@@ -106,6 +111,12 @@ class TrainerConfig(RunConfig):
         0,
         "How often the run starts its workers again, from the last checkpoint, when one of them fails or dies.",
         ge=0,
+    )
+    worker_timeout_s: float | None = opt(
+        None,
+        "Longest time for one call of the workers, such as the generation or the update of a step, in seconds; beyond "
+        "it they count as failed; not given = no limit but that of collectives (actor_rollout_ref.nccl_timeout).",
+        gt=0,
     )
     critic_warmup: int = opt(0, "Steps at the start that train only the critic.", ge=0)
     balance_batch: bool = opt(True, "Spread long and short samples evenly over the ranks.")

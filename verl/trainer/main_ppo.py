@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from verl.config import PPOConfig
 from verl.config.base import seal
 from verl.config.cli import parse_cli
-from verl.errors import ConfigError, DataError, VerlError, WorkerError
+from verl.errors import ConfigError, LostProcessError, WorkerError
 from verl.utils.logging import setup_logging
-from verl.utils.stopping import EXIT_UNFINISHED, StopWatch
+from verl.utils.program import exit_code
+from verl.utils.stopping import StopWatch
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.placement import Rollout
@@ -49,7 +50,9 @@ class TaskRunner:
         Returns:
             False if the run saved and ended before its last step, because of a signal or a deadline.
         """
-        with self._at_end:
+        from verl.utils.seeding import deterministic
+
+        with deterministic(self.config.trainer.deterministic), self._at_end:
             trainer = self._trainer = self.build_trainer()
             if self.config.trainer.val_only:
                 trainer.validate_only()
@@ -271,7 +274,7 @@ def run_ppo(config: PPOConfig) -> bool:
         runner = TaskRunner(config)
         try:
             return runner.run()
-        except WorkerError as error:
+        except (WorkerError, LostProcessError) as error:
             if restarts >= config.trainer.max_restarts:
                 raise
             restarts += 1
@@ -315,19 +318,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     setup_logging()
     config = parse_cli(PPOConfig, "ppo_trainer", argv)
-    try:
-        finished = run_ppo(config)
-    except (ConfigError, DataError) as error:
-        return _fail(error, 2)
-    except VerlError as error:
-        return _fail(error, 1)
-    return 0 if finished else EXIT_UNFINISHED
-
-
-def _fail(error: VerlError, code: int) -> int:
-    logger.debug("the run failed", exc_info=True)
-    sys.stderr.write(f"{type(error).__name__}: {error}\n")
-    return code
+    return exit_code(lambda: run_ppo(config))
 
 
 if __name__ == "__main__":

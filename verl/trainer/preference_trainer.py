@@ -11,6 +11,7 @@ from verl.data.preference_dataset import PreferenceCollator, PreferenceDataset
 from verl.trainer.sft_trainer import Batch, SFTTrainer, build_engine, build_parts, run
 from verl.utils.distributed import get_world_size
 from verl.utils.metrics import MetricSet, mmean
+from verl.utils.seeding import deterministic
 from verl.workers.engine.base import GlobalBatchInfo, MicroBatching, TrainEngine
 from verl.workers.engine.batching import reduce_metrics
 from verl.workers.losses import DPOLoss, PairwiseRewardLoss
@@ -90,4 +91,5 @@ def build_trainer(config: PreferenceConfig) -> PreferenceTrainer:
 
 def run_preference(config: PreferenceConfig) -> dict[str, float] | None:
     """Build the trainer, train, close the trackers; returns what :func:`verl.trainer.sft_trainer.run_sft` does."""
-    return run(build_trainer(config))
+    with deterministic(config.trainer.deterministic):
+        return run(build_trainer(config))

@@ -22,7 +22,7 @@ from verl.data.sft_dataset import SFTCollator, SFTDataset, create_examples
 from verl.trainer.sft_saving import SFTSaver
 from verl.utils.distributed import all_reduce_numbers, barrier, get_rank, get_world_size, init_process_group
 from verl.utils.metrics import MetricSet
-from verl.utils.seeding import derive_seed, set_seed
+from verl.utils.seeding import derive_seed, deterministic, set_seed
 from verl.utils.stopping import StopWatch
 from verl.utils.timing import StepTimer
 from verl.utils.tokenizer import load_tokenizer
@@ -334,7 +334,8 @@ def run_sft(config: SFTConfig) -> dict[str, float] | None:
     Returns:
         The last step's metrics; None if the run saved and ended before its last step.
     """
-    return run(build_trainer(config))
+    with deterministic(config.trainer.deterministic):
+        return run(build_trainer(config))
 
 
 def run(trainer: SFTTrainer) -> dict[str, float] | None:

@@ -7,8 +7,10 @@ which the parts start.
 from __future__ import annotations
 
 import hashlib
+import os
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,42 @@ def set_seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)  # NumPy's legacy generator takes 32 bits
     torch.manual_seed(seed)
+
+
+#: for libraries that read the environment when they start
+DETERMINISTIC_ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "FLASH_ATTENTION_DETERMINISTIC": "1",
+    "NCCL_ALGO": "Ring",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "PYTHONHASHSEED": "0",
+}
+
+
+def use_deterministic_algorithms() -> None:
+    """From now on let torch run, in this process, nothing whose result may vary from call to call.
+
+    Operations that have no such form raise a ``RuntimeError`` that names them. To be called before CUDA is used.
+    """
+    for name, value in DETERMINISTIC_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
+    torch.backends.cudnn.benchmark = False
+
+
+@contextmanager
+def deterministic(enabled: bool) -> Iterator[None]:
+    """:func:`use_deterministic_algorithms` for the time of a block, if ``enabled`` (``trainer.deterministic``)."""
+    if not enabled:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    use_deterministic_algorithms()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def torch_generator(seed: int, device: str | torch.device = "cpu") -> torch.Generator:

@@ -43,7 +43,7 @@ from verl.utils.device import device_name
 from verl.utils.distributed import env_local_world_size, get_world_size, init_process_group
 from verl.utils.flops import model_flops_utilization
 from verl.utils.metrics import MetricSet, mmax, mmean
-from verl.utils.seeding import derive_seed, set_seed
+from verl.utils.seeding import derive_seed, set_seed, use_deterministic_algorithms
 from verl.utils.tokenizer import load_tokenizer
 from verl.workers.engine.base import MicroBatching, TrainEngine
 from verl.workers.engine.images import engine_rows
@@ -89,11 +89,22 @@ class RoleWorker(Worker):
         device: ``"cpu"`` or ``"cuda"``.
         seed: seed of the run; every random choice of the worker derives from it.
         timeout_s: how long a collective may wait for the other workers.
+        external_lib: package that registers plug-ins when it is imported.
+        deterministic: use only algorithms whose result depends on nothing but their input.
     """
 
-    #: external packages that a user names in ``model.external_lib`` register plug-ins when imported
-    def __init__(self, *, device: str, seed: int, timeout_s: float, external_lib: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        device: str,
+        seed: int,
+        timeout_s: float,
+        external_lib: str | None = None,
+        deterministic: bool = False,
+    ) -> None:
         super().__init__()
+        if deterministic:
+            use_deterministic_algorithms()
         import_external_lib(external_lib)
         transformers.utils.logging.disable_progress_bar()
         self.device = device
@@ -466,13 +477,32 @@ class ActorRolloutRefWorker(RoleWorker):
         self.actor.load(Path(path), frozenset(self.config.actor.checkpoint.load_contents))
 
 
-class CriticWorker(RoleWorker):
+class TrainedModelWorker(RoleWorker):
+    """A role with one model that it trains: its checkpoints. ``init_model`` makes ``engine``."""
+
+    config: Any
+    engine: TrainEngine
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str) -> None:
+        """Write the model's checkpoint into directory ``path``. Collective."""
+        self.save_engine(self.engine, self.config.checkpoint, path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """Restore the model from directory ``path``. Collective."""
+        self.engine.load(Path(path), frozenset(self.config.checkpoint.load_contents))
+
+
+class CriticWorker(TrainedModelWorker):
     """The value model.
 
     Args:
         config: the ``critic`` section.
         rollout_n: training rows per prompt, because ``ppo_mini_batch_size`` counts prompts.
     """
+
+    config: CriticConfig
 
     def __init__(self, config: CriticConfig, rollout_n: int = 1, **runtime: Any) -> None:
         super().__init__(external_lib=config.model.external_lib, **runtime)
@@ -532,16 +562,6 @@ class CriticWorker(RoleWorker):
     def memory_report(self) -> dict[str, int]:
         """Measured bytes of this rank, see :meth:`memory_of`."""
         return self.memory_of(critic=self.engine)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str) -> None:
-        """Write the critic's checkpoint into directory ``path``. Collective."""
-        self.save_engine(self.engine, self.config.checkpoint, path)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str) -> None:
-        """Restore the critic from directory ``path``. Collective."""
-        self.engine.load(Path(path), frozenset(self.config.checkpoint.load_contents))
 
 
 class RewardModelWorker(RoleWorker):
@@ -630,7 +650,7 @@ class RewardModelWorker(RoleWorker):
         )
 
 
-class ImplicitRewardWorker(RoleWorker):
+class ImplicitRewardWorker(TrainedModelWorker):
     """A language model whose log-ratio to its frozen reference is a reward for every token, learnt from outcomes.
 
     It reads the policy's tokens, so it must have the policy's vocabulary.
@@ -639,6 +659,8 @@ class ImplicitRewardWorker(RoleWorker):
         config: the ``reward_model`` section.
         rollout_n: training rows per prompt, because ``mini_batch_size`` counts prompts.
     """
+
+    config: RewardModelConfig
 
     def __init__(self, config: RewardModelConfig, rollout_n: int = 1, **runtime: Any) -> None:
         super().__init__(external_lib=config.model.external_lib, **runtime)
@@ -701,13 +723,3 @@ class ImplicitRewardWorker(RoleWorker):
                 epochs=1,
                 micro=MicroBatching(*config.micro_batch()),
             )
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str) -> None:
-        """Write the model's checkpoint into directory ``path``. Collective."""
-        self.save_engine(self.engine, self.config.checkpoint, path)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str) -> None:
-        """Restore the model from directory ``path``. Collective."""
-        self.engine.load(Path(path), frozenset(self.config.checkpoint.load_contents))

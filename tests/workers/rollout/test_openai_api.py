@@ -378,3 +378,18 @@ def test_one_endpoint_before_two_replicas(tiny_model_dir: str, tmp_path: Path) -
             assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == answers[0]
             # the pieces of a stream go where its beginning is
             assert sorted(health.requests for health in group.call("health"))[0] == 2
+
+
+def test_an_endpoint_with_a_key_answers_those_who_have_it() -> None:
+    backend = Scripted("hi")
+    settings = ApiSettings("policy", 300, 400, api_key="s3cret")
+    assert "s3cret" not in repr(settings)
+    endpoint = OpenAIEndpoint(backend, backend.tokenizer, settings)
+    with in_thread(endpoint.start) as url:
+        for key in ("none", "s3cre"):
+            stranger = openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=30)
+            with pytest.raises(openai.AuthenticationError, match="VERL_SERVER_API_KEY"):
+                stranger.chat.completions.create(model="policy", messages=CHAT)
+        assert not backend.requests
+        friend = openai.OpenAI(base_url=url, api_key="s3cret", max_retries=0, timeout=30)
+        assert friend.chat.completions.create(model="policy", messages=CHAT).choices[0].message.content == "hi"

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from verl.workers.rollout.base import SamplingParams
-from verl.workers.rollout.hf.sampler import SamplingBatch, inverse_cdf, penalise_repetition, process_logits, sample
+from verl.workers.rollout.hf.sampler import (
+    SamplingBatch,
+    inverse_cdf,
+    penalise_repetition,
+    process_logits,
+    sample,
+    sum_by_doubling,
+)
 from verl.workers.rollout.hf.uniforms import uniforms
 
 CPU = torch.device("cpu")
@@ -25,6 +32,14 @@ def test_inverse_cdf_on_literal_numbers() -> None:
     index, total = inverse_cdf(weights, uniform)
     assert index.tolist() == [1, 1, 3, 3, 4, 4, 4]
     assert total.tolist() == [4.0] * 7
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64, 1000])
+def test_a_sum_by_doubling_is_the_cumulative_sum(size: int) -> None:
+    whole = torch.arange(3 * size).view(3, size).double()
+    assert torch.equal(sum_by_doubling(whole), whole.cumsum(-1))
+    parts = torch.rand(2, size, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
+    torch.testing.assert_close(sum_by_doubling(parts), parts.cumsum(-1), rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("size", [7, 512, 513, 1000, 5000])

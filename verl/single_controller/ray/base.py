@@ -23,6 +23,7 @@ from verl.single_controller.base.futures import is_ray_reference
 from verl.single_controller.ray.fields import FieldStore, Shard, Traffic
 from verl.single_controller.ray.host import HostInfo, host_class
 from verl.single_controller.ray.resource_pool import RayResourcePool
+from verl.utils.timing import format_duration
 from verl.utils.transport import pack
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 DETACHED_NAMESPACE = "verl"
 #: seconds to wait, after one rank failed, for the failure that may have caused it on another
 GRACE_S = 1.0
+#: seconds of waiting after which, again and again, the log says for whom
+REPORT_S = 600.0
 #: types that cost nothing to send to every rank separately
 _SMALL = (type(None), bool, int, float, complex)
 
@@ -338,14 +341,19 @@ def _wait(
     needed = set(references)
     pending = list(dict.fromkeys([*references, *ranks]))
     values: dict[Any, Any] = {}
+    started = time.monotonic()
     while needed - values.keys():
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready, _ = ray.wait(pending, num_returns=1, timeout=left)
+        left = REPORT_S if deadline is None else max(0.0, deadline - time.monotonic())
+        ready, _ = ray.wait(pending, num_returns=1, timeout=min(left, REPORT_S))
         if not ready:
             late = sorted(ranks.get(reference, -1) for reference in pending)
-            raise WorkerError(
-                role, late[0], method, f"no result from ranks {late} within {timeout_s:.3g} s; they still run"
-            )
+            if deadline is not None and time.monotonic() >= deadline:
+                raise WorkerError(
+                    role, late[0], method, f"no result from ranks {late} within {timeout_s:.3g} s; they still run"
+                )
+            waited = format_duration(time.monotonic() - started)
+            logger.warning("%s: ranks %s are in %s() for %s now", role, late, method, waited)
+            continue
         ready, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
         failures = {}
         for reference in ready:

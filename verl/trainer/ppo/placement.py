@@ -13,6 +13,7 @@ from verl.config import OptimConfig, PPOConfig, RolloutConfig
 from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs, WorkerGroup
 from verl.utils.device import cpu_count
+from verl.utils.seeding import DETERMINISTIC_ENVIRONMENT
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -52,16 +53,21 @@ def worker_env(config: PPOConfig, device: str) -> dict[str, str]:
     """Environment of the worker processes, in force before they import torch.
 
     OpenMP threads that spin while another process wants the core cost more than any second thread gains, so each
-    worker gets its share of the cores and waits passively.
+    worker gets its share of the cores and waits passively. Of a deterministic run each has one thread: sums over
+    threads would depend on the machine.
     """
     workers = config.trainer.n_gpus_per_node
     threads = config.trainer.cpu_threads_per_worker
+    if threads is None and config.trainer.deterministic and device == "cpu":
+        threads = 1
     if threads is None:
         threads = max(1, cpu_count() // workers // (1 if workers > 1 else 2)) if device == "cpu" else None
     env = {"TOKENIZERS_PARALLELISM": "false"}
     if threads is not None:
         env |= dict.fromkeys(THREAD_VARIABLES, str(threads))
         env["OMP_WAIT_POLICY"] = "PASSIVE"
+    if config.trainer.deterministic:
+        env |= DETERMINISTIC_ENVIRONMENT
     return env
 
 
@@ -86,7 +92,12 @@ def role_classes(config: PPOConfig, device: str, total_steps: int, wrap: Any) ->
     from verl.agent_loop.role import with_agent_loops
 
     section = config.actor_rollout_ref
-    runtime = {"device": device, "seed": config.trainer.seed, "timeout_s": section.nccl_timeout}
+    runtime = {
+        "device": device,
+        "seed": config.trainer.seed,
+        "timeout_s": section.nccl_timeout,
+        "deterministic": config.trainer.deterministic,
+    }
     # the schedule moves with the updates of the role, and during the warm-up of the critic the actor has none
     actor_steps = max(1, total_steps - config.trainer.critic_warmup)
     actor = replace(section.actor, optim=_with_horizon(section.actor.optim, actor_steps))
@@ -203,6 +214,7 @@ def _ray_groups(config: PPOConfig, device: str, total_steps: int) -> tuple[Mappi
         resource_pool=pool,
         ray_cls_with_init=create_colocated_worker_cls(classes),
         worker_env=process_env(config, device),
+        timeout_s=config.trainer.worker_timeout_s,
     )
     return together.spawn(prefix_set=classes.keys()), pool
 
@@ -229,6 +241,7 @@ def _servers(config: PPOConfig, device: str, trainers: WorkerGroup, pool: Any) -
             device,
             quiet_timeout_s=limits.timeout,
             http_host=limits.host if limits.openai_api else None,
+            deterministic=config.trainer.deterministic,
         ),
         [[slots[slot] for slot in place] for place in places],
         resources=pool.actor_resources(),

@@ -17,7 +17,7 @@ from verl import envs
 from verl.agent_loop.runner import longest_run_s
 from verl.agent_loop.worker import AgentLoopWorker
 from verl.config import ModelConfig, RolloutConfig
-from verl.errors import RolloutError
+from verl.errors import LostProcessError, RolloutError
 from verl.protocol import DataProto
 from verl.single_controller.base import WorkerGroup
 from verl.utils.fs import ensure_writable_dir
@@ -66,7 +66,8 @@ class AgentLoopPool:
         """One trajectory for each row, rows in the order given.
 
         Raises:
-            RolloutError: a process died, or had no answer after the time that ``rollout.agent.timeout_s`` allows.
+            NoAnswerError: a process had no answer after the time that ``rollout.agent.timeout_s`` allows.
+            LostProcessError: a process died.
             VerlError: what a process raised.
         """
         count = min(self.rollout.agent.num_workers, len(prompts))
@@ -84,7 +85,7 @@ class AgentLoopPool:
         try:
             return DataProto.concat(wait_for(calls, limit))
         except NoAnswerError as error:
-            raise RolloutError(
+            raise NoAnswerError(
                 f"{error}; with rollout.agent.timeout_s={self.rollout.agent.timeout_s:g} every trajectory should have "
                 "ended by then: an agent loop or a tool blocks its process, where it should await"
             ) from error
@@ -159,7 +160,25 @@ class ServerRollout:
     # -- what a worker group that samples offers
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Sample one response per row; see :meth:`ActorRolloutRefWorker.generate_sequences`."""
+        """Sample one response per row; see :meth:`ActorRolloutRefWorker.generate_sequences`.
+
+        When a process dies in the middle the batch is generated once more, by new processes. A sample depends on
+        seeds alone and comes out the same.
+
+        Raises:
+            LostProcessError: it happened twice, or a process gave no answer.
+        """
+        try:
+            return self._generate(prompts)
+        except NoAnswerError:
+            raise
+        except LostProcessError as error:
+            logger.warning("%s\ngenerating the batch again with new processes", error)
+        if self.agents is not None:
+            self.agents.shutdown()  # those that live may work on rows of the failed attempt
+        return self._generate(prompts)
+
+    def _generate(self, prompts: DataProto) -> DataProto:
         meta, config = prompts.meta_info, self.config
         pad = self.group.replicas[0].infos[0].pad_token_id
         if self.agents is not None:

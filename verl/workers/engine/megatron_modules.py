@@ -392,6 +392,7 @@ def transformer_config(
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
+        "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
         "persist_layer_norm": False,
         "apply_rope_fusion": False,
         "softmax_scale": settings.softmax_scale,

@@ -14,7 +14,7 @@ from ray import ObjectRef
 from ray import cancel as ray_cancel
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from verl.errors import ConfigError, ReplicaError, RolloutError, VerlError
+from verl.errors import ConfigError, LostProcessError, ReplicaError, RolloutError, VerlError
 from verl.workers.rollout.base import Completion, GenerationRequest
 from verl.workers.rollout.server import ServerHealth
 from verl.workers.rollout.wire import PackedRequests
@@ -80,8 +80,8 @@ class RolloutClient:
                 the beginning in its cache; others go where the fewest requests are.
 
         Raises:
-            RolloutError: the request is invalid, it took longer than the time limit, or no replica served it within
-                the number of attempts.
+            RolloutError: the request is invalid, or took longer than the time limit.
+            LostProcessError: no replica served it within the number of attempts.
         """
         (completion,) = await self._serve([request], session)
         return completion
@@ -92,7 +92,7 @@ class RolloutClient:
         Neighbours stay together, so that samples of one prompt share its prefill.
 
         Raises:
-            RolloutError: as for :meth:`generate`.
+            RolloutError, LostProcessError: as for :meth:`generate`.
         """
         now = time.monotonic()
         up = [index for index in range(len(self.replicas)) if self._down_until[index] <= now]
@@ -161,7 +161,7 @@ class RolloutClient:
             last = attempt + 1 == self.max_attempts
             if not last and all(until > time.monotonic() for until in self._down_until):
                 await asyncio.sleep(max(0.0, min(self.retry_delay_s, deadline - time.monotonic())))
-        raise RolloutError(
+        raise LostProcessError(
             f"{_names(packed)}: no replica served it in {self.max_attempts} attempts; " + "; ".join(failures)
         )
 

@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl import envs
-from verl.errors import RolloutError, VerlError
+from verl.errors import LostProcessError, RolloutError, VerlError
 from verl.single_controller.ray.base import rank_environments
 from verl.single_controller.ray.resource_pool import Slot
 from verl.workers.rollout.client import RolloutClient
@@ -28,7 +28,7 @@ _POLL_S = 0.2
 _HEALTH_TIMEOUT_S = 30.0
 
 
-class NoAnswerError(RolloutError):
+class NoAnswerError(LostProcessError):
     """A call was not answered in time."""
 
 
@@ -118,7 +118,7 @@ class ReplicaGroup:
             timeout_s: longest wait for all answers; by default that for a start.
 
         Raises:
-            RolloutError: a process is gone, or did not answer within the time limit.
+            LostProcessError: a process is gone, or did not answer within the time limit.
             VerlError: what the method raised.
         """
         calls = {}
@@ -134,14 +134,14 @@ class ReplicaGroup:
             Those that were restarted and have no weights yet.
 
         Raises:
-            RolloutError: no replica is left, or a restart took too long.
+            LostProcessError: no replica is left, or a restart took too long.
         """
         ill = [replica for replica in self.live if not self._is_well(replica)]
         for replica in ill:
             logger.warning("replica %d of the rollout does not work; restarting it", replica.index)
             self._await_restart(replica, time.monotonic() + self.start_timeout_s)
         if not self.live:
-            raise RolloutError(
+            raise LostProcessError(
                 "no rollout replica is left: " + "; ".join(f"replica {r.index}: {r.lost}" for r in self.replicas)
             )
         fresh = [replica for replica in ill if replica.lost is None]
@@ -210,7 +210,7 @@ class ReplicaGroup:
                     killed.add(rank)
                     ray.kill(server, no_restart=False)
                 if time.monotonic() > deadline:
-                    raise RolloutError(
+                    raise LostProcessError(
                         f"replica {replica.index} of the rollout did not restart within {self.start_timeout_s:g} s "
                         "(rollout.server.max_start_wait_time)"
                     )
@@ -237,7 +237,7 @@ def wait_for(calls: Mapping[Any, str], timeout_s: float | None) -> list[Any]:
 
     Raises:
         NoAnswerError: the time is over.
-        RolloutError: a process died.
+        LostProcessError: a process died.
         VerlError: what a call raised.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -263,4 +263,4 @@ def _result(reference: Any, what: str) -> Any:
             raise cause from None
         raise RolloutError(f"{what} failed: {error}") from error
     except RayError as error:
-        raise RolloutError(f"{what} failed: its process died ({type(error).__name__}: {error})") from error
+        raise LostProcessError(f"{what} failed: its process died ({type(error).__name__}: {error})") from error

@@ -10,11 +10,12 @@ last one ended, and a server that has the beginning in its cache does not comput
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from verl.errors import ConfigError, ReplicaError, RolloutError
@@ -53,12 +54,14 @@ class ApiSettings:
         default_max_tokens: of a request that gives none.
         max_model_len: most tokens of prompt and answer; None: the engine decides.
         tool_format: how the model writes calls of tools.
+        api_key: that requests must bring; None: none is asked for.
     """
 
     model: str
     default_max_tokens: int
     max_model_len: int | None = None
     tool_format: str = "hermes"
+    api_key: str | None = field(default=None, repr=False)
 
 
 @dataclass
@@ -95,7 +98,7 @@ class OpenAIEndpoint:
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Listen; returns the base URL for clients. Port 0 takes a free one."""
         web = self._web
-        app = web.Application(client_max_size=_MAX_BODY, middlewares=[errors_as_json(web)])
+        app = web.Application(client_max_size=_MAX_BODY, middlewares=[errors_as_json(web), self._guard()])
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)
@@ -112,6 +115,19 @@ class OpenAIEndpoint:
         """Stop listening."""
         if self._runner is not None:
             await self._runner.cleanup()
+
+    def _guard(self) -> Any:
+        """Lets requests with the key pass."""
+
+        @self._web.middleware
+        async def guard(request: Any, handler: Any) -> Any:
+            key = self.settings.api_key
+            given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+            if key is not None and not hmac.compare_digest(given.encode(), key.encode()):
+                raise ApiError(401, "the key is missing or wrong; send the value of VERL_SERVER_API_KEY", code="key")
+            return await handler(request)
+
+        return guard
 
     # -- routes
 

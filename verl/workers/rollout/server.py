@@ -16,8 +16,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
+from verl import envs
 from verl.errors import ReplicaError, RolloutError, WeightSyncError
 from verl.utils.device import set_device
+from verl.utils.seeding import use_deterministic_algorithms
 from verl.workers.rollout.base import (
     MEMORY_PARTS,
     Completion,
@@ -52,6 +54,7 @@ class ServerSpec:
         quiet_timeout_s: longest wait for the requests in flight before an update, and of a request before a server
             that is paused.
         http_host: address on which an OpenAI-compatible endpoint listens; None: there is none.
+        deterministic: use only algorithms whose result depends on nothing but their input.
     """
 
     model: ModelConfig
@@ -59,6 +62,7 @@ class ServerSpec:
     device: str
     quiet_timeout_s: float = 600.0
     http_host: str | None = None
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -198,6 +202,8 @@ class RolloutServer:
             raise RolloutError(f"{self.name} has been started already")
         os.environ.update(environment)
         spec = self.spec
+        if spec.deterministic:
+            use_deterministic_algorithms()
         import_external_lib(spec.model.external_lib)
         engine = get_rollout_class(spec.rollout.name)(spec.model, spec.rollout, device=spec.device)
         if followers:
@@ -217,7 +223,13 @@ class RolloutServer:
         model, rollout = self.spec.model, self.spec.rollout
         tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
         limit = getattr(self.engine, "max_model_len", None)
-        settings = ApiSettings(str(model.path), rollout.response_length, limit, rollout.multi_turn.format)
+        settings = ApiSettings(
+            str(model.path),
+            rollout.response_length,
+            limit,
+            rollout.multi_turn.format,
+            envs.get("VERL_SERVER_API_KEY"),
+        )
         self._endpoint = OpenAIEndpoint(self, tokenizer, settings)
         return await self._endpoint.start(host)
 

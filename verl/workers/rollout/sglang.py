@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from verl import envs
 from verl.errors import ConfigError, RolloutError, VerlError, WeightSyncError
 from verl.utils.device import get_torch_device
 from verl.utils.distributed import env_local_world_size, env_rank, env_world_size, free_port, init_process_group
@@ -96,7 +97,7 @@ class SGLangRolloutEngine(RolloutEngine):
         self._leads = self._group is None or dist.get_rank(self._group) == 0
         if rollout_config.server_urls:
             urls = rollout_config.server_urls
-            self.connection = Connection(urls[env_rank() % len(urls)])
+            self.connection = Connection(urls[env_rank() % len(urls)], api_key=envs.get("VERL_SERVER_API_KEY"))
         else:
             arguments = server_arguments(
                 model_config,

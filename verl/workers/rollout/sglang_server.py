@@ -1,6 +1,6 @@
 """SGLang's HTTP server with verl's parts in its scheduler, for generation while training.
 
-    python -m verl.workers.rollout.sglang_server --model-path MODEL --host 0.0.0.0 --port 30000
+    python -m verl.workers.rollout.sglang_server --model-path MODEL --host 0.0.0.0 --port 30000 --api-key KEY
 
 takes every option of ``sglang.launch_server``. Its requests and answers are token ids. A trainer generates with such a
 server when ``rollout.server_urls`` names it; without, every worker starts one of its own.

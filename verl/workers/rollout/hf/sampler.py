@@ -172,7 +172,7 @@ def process_logits(logits: torch.Tensor, settings: SamplingBatch) -> torch.Tenso
     if settings.top_p is not None:
         ordered, order = logits.sort(dim=-1, descending=True)
         probs = torch.softmax(ordered, dim=-1)
-        before = probs.cumsum(dim=-1) - probs
+        before = running_sum(probs) - probs
         dropped = (before >= settings.top_p) & (settings.top_p < 1.0)
         dropped[:, 0] = False
         logits = logits.masked_fill(torch.zeros_like(dropped).scatter_(1, order, dropped), float("-inf"))
@@ -197,18 +197,35 @@ def inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Ten
     """
     batch, size = weights.shape
     if size <= 4 * _BLOCK:
-        cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+        cumulative = running_sum(weights, torch.float64)
         total = cumulative[:, -1]
         return _first_above(cumulative, uniform * total), total
     padded = torch.nn.functional.pad(weights, (0, -size % _BLOCK)) if size % _BLOCK else weights
     blocks = padded.view(batch, -1, _BLOCK)
-    edges = blocks.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    edges = running_sum(blocks.sum(dim=-1), torch.float64)
     total = edges[:, -1]
     target = uniform * total
     block = _first_above(edges, target)
-    inside = blocks[torch.arange(batch, device=weights.device), block].cumsum(dim=-1, dtype=torch.float64)
+    inside = running_sum(blocks[torch.arange(batch, device=weights.device), block], torch.float64)
     start = torch.where(block > 0, edges.gather(1, (block - 1).clamp(min=0).unsqueeze(1)).squeeze(1), 0.0)
     return (block * _BLOCK + _first_above(inside, target - start)).clamp_(max=size - 1), total
+
+
+def running_sum(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Cumulative sum over the last dimension; torch's own may vary on CUDA, and then it is done by doubling."""
+    if not (values.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return values.cumsum(dim=-1, dtype=dtype)
+    return sum_by_doubling(values if dtype is None else values.to(dtype))
+
+
+def sum_by_doubling(values: torch.Tensor) -> torch.Tensor:
+    """Cumulative sum over the last dimension, always added in the same order: sums of 1, 2, 4, ... values."""
+    reach = 1
+    while reach < values.shape[-1]:
+        longer = values[..., reach:] + values[..., :-reach]
+        values = torch.cat([values[..., :reach], longer], dim=-1)
+        reach *= 2
+    return values
 
 
 def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
