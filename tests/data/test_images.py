@@ -24,6 +24,7 @@ from tests.fixtures.vision import (
 from verl.config import DataConfig
 from verl.data import RLHFDataset, collate_fn, create_dataset, has_images
 from verl.data.images import ImageReader, as_values, with_image_parts
+from verl.data.sft_dataset import SFTDataset
 from verl.errors import ConfigError, DataError
 from verl.protocol import DataProto
 from verl.utils.tokenizer import ImageTextProcessor, load_processor
@@ -234,6 +235,13 @@ def test_text_with_a_column_of_nothing_needs_no_processor(tmp_path: Path) -> Non
     assert not has_images(data)
     assert "multi_modal_inputs" not in data[0]
     assert data[0]["raw_prompt"] == [{"role": "user", "content": "<image> is a word here"}]
+
+
+def test_other_readers_say_that_they_read_text_alone(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([{"prompt": "a", "response": "b", "images": of_bytes(square(RED))}]), path)
+    with pytest.raises(DataError, match="row 0: has 'images', which supervised training does not read"):
+        SFTDataset(str(path), TOKENIZER, {"prompt_key": "prompt", "response_key": "response"})[0]
 
 
 def test_the_processor_comes_with_the_model(tmp_path: Path, tiny_model_dir: str) -> None:

@@ -27,15 +27,21 @@ def make_images(*grids: tuple[int, int], seed: int = 0) -> Inputs:
     }
 
 
-def image_prompt(images: Inputs | None, lengths: Sequence[int], seed: int = 0) -> list[int]:
-    """Random text of the given lengths with an image between each two pieces."""
+def image_prompt(
+    images: Inputs | None,
+    lengths: Sequence[int],
+    seed: int = 0,
+    tokens: tuple[int, int, int] = (IMAGE, VISION_START, VISION_END),
+) -> list[int]:
+    """Random text of the given lengths with an image between each two pieces; ``tokens`` as in this module."""
+    image, begin, end = tokens
     generator = torch.Generator().manual_seed(seed)
     pieces = [torch.randint(3, 57, (length,), generator=generator).tolist() for length in lengths]
     grids = [] if images is None else images["image_grid_thw"].tolist()
     assert len(pieces) == len(grids) + 1
     ids = pieces[0]
     for (_, height, width), text in zip(grids, pieces[1:], strict=True):
-        ids = [*ids, VISION_START, *[IMAGE] * (height * width // MERGE**2), VISION_END, *text]
+        ids = [*ids, begin, *[image] * (height * width // MERGE**2), end, *text]
     return ids
 
 
@@ -78,6 +84,6 @@ def image_batch() -> tuple[TensorDict, list[Inputs | None]]:
     return with_images(TensorDict(rows, batch_size=[len(prompts)]), images), images
 
 
-def model_arguments(ids: Tensor, images: Mapping[str, Any] | None) -> dict[str, Tensor]:
+def model_arguments(ids: Tensor, images: Mapping[str, Any] | None, image: int = IMAGE) -> dict[str, Tensor]:
     """What Transformers' model reads besides ``input_ids`` (1, L)."""
-    return {} if images is None else {**images, "mm_token_type_ids": (ids == IMAGE).long()}
+    return {} if images is None else {**images, "mm_token_type_ids": (ids == image).long()}

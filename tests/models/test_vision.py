@@ -18,6 +18,7 @@ from verl.errors import ConfigError, DataError
 from verl.models.packing import build_layout
 from verl.models.vision import ImageTokens, PromptImages, prompt_images
 from verl.workers.engine.base import MicroBatching
+from verl.workers.engine.batching import as_tensordict
 from verl.workers.engine.images import images_of, with_images
 
 TOKENS = ImageTokens.of(make_config("qwen2_5_vl"))
@@ -156,7 +157,24 @@ def test_images_for_a_model_or_a_processor_that_does_not_fit(path: str, tmp_path
     batch, _ = image_batch()
     with pytest.raises(ConfigError, match="the model reads none"):
         make_engine(save_model("qwen2", tmp_path)).forward(batch, LOG_PROBS, micro=WHOLE)
+    with pytest.raises(ConfigError, match="this training engine reads text alone"):
+        as_tensordict(batch)  # as the Megatron engine takes it
     images = {"pixel_values": torch.zeros(4, 50), "image_grid_thw": torch.tensor([[1, 2, 2]])}
     rows = with_images(TensorDict(pad_rows([[5, IMAGE, 6]], [[7]]), batch_size=[1]), [images])
     with pytest.raises(DataError, match="patches of 50 numbers, and the model reads 96"):
         make_engine(path).forward(rows, LOG_PROBS, micro=WHOLE)
+
+
+def test_adapters_learn_in_the_vision_tower_too(path: str) -> None:
+    batch, _ = image_batch()
+    engine = make_engine(path, model={"lora_rank": 2, "lora_alpha": 4})
+    trained = {name for name, parameter in engine.module.model.named_parameters() if parameter.requires_grad}
+    assert any("visual" in name for name in trained)
+    assert any("language_model" in name for name in trained)
+    before = engine.forward(batch, LOG_PROBS, micro=WHOLE)["log_probs"]
+    engine.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE)
+    after = engine.forward(batch, LOG_PROBS, micro=WHOLE)["log_probs"]
+    assert not torch.allclose(before, after, atol=1e-3)
+    plain = make_engine(path, trained=False)
+    plain.module.model.load_state_dict(dict(engine.named_tensors()), strict=False)  # merged, as generation gets them
+    torch.testing.assert_close(plain.forward(batch, LOG_PROBS, micro=WHOLE)["log_probs"], after, rtol=1e-4, atol=1e-4)

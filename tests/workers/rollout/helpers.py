@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from tests.models.families import COMMON, make_config
-from tests.models.images import model_arguments
+from tests.models.images import IMAGE, model_arguments
 from verl.config import ModelConfig, RolloutConfig
 from verl.models.loading import language_model_class
 from verl.models.vision import PromptImages
@@ -130,7 +130,11 @@ def reference_logits(model: torch.nn.Module, prompt: list[int], tokens: list[int
 
 
 def reference_greedy(
-    model: torch.nn.Module, prompt: list[int], max_tokens: int, images: Mapping[str, Any] | None = None
+    model: torch.nn.Module,
+    prompt: list[int],
+    max_tokens: int,
+    images: Mapping[str, Any] | None = None,
+    image_token: int = IMAGE,
 ) -> list[int]:
     """What Transformers' ``generate`` gives for one prompt, up to and including an end-of-sequence token."""
     ids = torch.tensor([prompt])
@@ -140,6 +144,6 @@ def reference_greedy(
         max_new_tokens=max_tokens,
         do_sample=False,
         use_cache=True,
-        **model_arguments(ids, images),
+        **model_arguments(ids, images, image_token),
     )
     return out[0, len(prompt) :].tolist()

@@ -14,8 +14,9 @@ from tests.models.families import make_config
 from tests.models.images import example_rows, image_prompt, make_images, pad_rows
 from tests.workers.engine.reference import LOG_PROBS, make_engine
 from tests.workers.rollout.helpers import generate, hand_over, hf_rollout, loaded_engine, make_model, random_prompts
+from verl.agent_loop.batch import rows_from_batch
 from verl.config import RolloutConfig
-from verl.errors import RolloutError
+from verl.errors import DataError, RolloutError
 from verl.models.vision import PromptImages
 from verl.protocol import DataProto
 from verl.workers.engine.base import MicroBatching
@@ -94,6 +95,8 @@ def test_requests_of_a_batch_have_its_images() -> None:
     assert [request.prompt_ids for request in requests[::2]] == prompts[2:5]
     assert [None if r.images is None else len(r.images.grid_thw) for r in requests] == [1, 1, 2, 2, None, None]
     assert requests[0].images is requests[1].images
+    with pytest.raises(DataError, match="agent loops read text alone and the prompts have images"):
+        rows_from_batch(batch, RolloutConfig(), seed=0, step=1, validate=False)
 
 
 def test_images_travel_once_for_each_different_prompt() -> None:

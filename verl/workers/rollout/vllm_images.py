@@ -19,7 +19,8 @@ def image_arguments() -> dict[str, Any]:
     return {
         "skip_tokenizer_init": False,  # vLLM's registry makes the model's processor, and that needs it
         "limit_mm_per_prompt": {"video": 0},
-        "mm_processor_cache_gb": 0,  # requests bring processed images
+        "mm_processor_cache_gb": 0,  # requests bring processed images,
+        "mm_device_do_normalize": False,  # whose numbers are normalised already
         "skip_mm_profiling": True,
     }
 
