@@ -84,6 +84,17 @@ _TABLE = (
         "Oldest and newest weights that sampled a row.",
     ),
     Field(
+        "token_versions",
+        _RESPONSE,
+        ("int32",),
+        "agent loop",
+        "metrics",
+        "Weights that sampled each token; -1 where none was sampled.",
+    ),
+    Field("born_step", _ROW, INT, "source", "rollout", "Step that began a sample; its seed derives from it."),
+    Field("must_finish", _ROW, ("bool",), "source", "agent loop", "Whether generation waits for a row in any case."),
+    Field("unfinished", _ROW, ("bool",), "agent loop", "source", "Whether a trajectory was stopped before its end."),
+    Field(
         "sample_index",
         _ROW,
         INT,
@@ -91,6 +102,10 @@ _TABLE = (
         "rollout, mini-batches",
         "Place of the sample in the whole batch; its seed derives from it.",
     ),
+    Field(
+        "trajectory", _ROW, INT, "trainer", "mini-batches", "Trajectory of a row, where it may have several; -1: none."
+    ),
+    Field("last_row", _ROW, ("bool",), "trainer", "metrics", "Whether a row is the last one of its trajectory."),
     Field("greedy", _ROW, ("bool",), "source", "rollout", "Whether a row gets the most probable tokens (ReMax)."),
     Field("has_score", _ROW, ("bool",), "reward", "sources, metrics", "False where the reward function abstained."),
     Field(
@@ -177,6 +192,8 @@ _TABLE = (
     Field("__num_turns__", _ROW, OBJECT, "agent loop", "reward, metrics", "Turns of a conversation, both sides."),
     Field("tool_call_counts", _ROW, OBJECT, "agent loop", "metrics", "Tool calls of a conversation."),
     Field("agent_info", _ROW, OBJECT, "agent loop", "metrics", "Times, counts and failures of a trajectory."),
+    Field("earlier_rows", _ROW, OBJECT, "agent loop", "trainer", "Rows of a trajectory before its last one."),
+    Field("carried", _ROW, OBJECT, "agent loop", "agent loop", "What a trajectory that was stopped has said so far."),
     Field("state_hashes", _ROW, OBJECT, "agent loop", "GiGPO", "State in which each turn was taken."),
     Field("tool_rewards", _ROW, OBJECT, "agent loop", "reward", "What tools gave for turns and the trajectory."),
     Field("player", _ROW, OBJECT, "agent loop", "reward, metrics", "Whose row it is, of several players."),

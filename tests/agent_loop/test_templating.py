@@ -103,7 +103,7 @@ def test_thinking_that_a_template_drops_is_noticed() -> None:
         talk, tokenizer = conversation(family)
         talk.add_sampled(turn(tokenizer, "<think>\nhm\n</think>\n\n6"))
         before = list(talk.ledger.ids)
-        with pytest.raises(HistoryRewritten, match=r"on_history_rewrite=append"):
+        with pytest.raises(HistoryRewritten, match=r"on_history_rewrite=fork .* append"):
             talk.add([answer])
         assert talk.ledger.ids == before
         kept, tokenizer = conversation(family, on_history_rewrite="append")

@@ -14,7 +14,8 @@ from verl.checkpoint.state import load_state, save_state
 from verl.data.collate import object_array
 from verl.errors import CheckpointError, DataError, RewardError
 from verl.protocol import DataProto
-from verl.trainer.ppo.group_filter import GroupFilter, from_plain, to_plain
+from verl.trainer.ppo.group_filter import GroupFilter
+from verl.trainer.ppo.plain import from_plain, to_plain
 from verl.trainer.ppo.scoring import Scorer, outcomes
 from verl.trainer.ppo.sources import SyncSource, steps_in_run
 from verl.utils.timing import StepTimer
@@ -276,9 +277,10 @@ def test_batches_as_plain_values() -> None:
         "dicts": object_array([{"a": np.float64(0.5), "b": np.array([1, 2])}, {"a": None}]),
     }
     batch = DataProto.from_dict({"x": torch.arange(4).reshape(2, 2)}, columns)
-    back = from_plain(to_plain(batch))
+    back = from_plain(to_plain(batch, what="groups", instead="drop them"))
     assert torch.equal(back.batch["x"], batch.batch["x"])
     assert back.non_tensor_batch["lists"].tolist() == [[1, 2], [3, 4]]
     assert back.non_tensor_batch["dicts"].tolist() == [{"a": 0.5, "b": [1, 2]}, {"a": None}]
+    odd = DataProto.from_dict({"x": torch.zeros(1)}, {"odd": object_array([object()])})
     with pytest.raises(CheckpointError, match="object in column 'odd'"):
-        to_plain(DataProto.from_dict({"x": torch.zeros(1)}, {"odd": object_array([object()])}))
+        to_plain(odd, what="groups", instead="drop them")

@@ -43,6 +43,10 @@ class EngineGenerator:
         completion: Completion = await self.engine.generate(request)
         return completion
 
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End requests now (all when None); they complete with the tokens so far."""
+        await self.engine.abort(request_ids)
+
 
 @dataclass
 class AgentLoopOutput:
@@ -59,6 +63,10 @@ class AgentLoopOutput:
         extra_fields: further columns of the batch. ``turn_scores`` is a list of one reward for each turn of the model,
             which counts on the turn's last token; ``state_hashes`` one hashable for each, the state that it acted in.
         policy_versions: oldest and newest weights that sampled it.
+        token_versions: weights that sampled each token, -1 elsewhere; not given = the oldest.
+        earlier: rows of the same trajectory before this one, with tokens alone, where its history was rewritten
+            (``rollout.multi_turn.on_history_rewrite=fork``). Their turns come first in ``turn_scores`` and
+            ``state_hashes``.
     """
 
     prompt_ids: list[int]
@@ -70,31 +78,57 @@ class AgentLoopOutput:
     metrics: dict[str, Any] = field(default_factory=dict)
     extra_fields: dict[str, Any] = field(default_factory=dict)
     policy_versions: tuple[int, int] | None = None
+    token_versions: list[int] | None = None
+    earlier: list[AgentLoopOutput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.response_mask)}
+        if self.token_versions is not None:
+            lengths.add(len(self.token_versions))
         if self.response_logprobs is not None:
             lengths.add(len(self.response_logprobs))
         if len(lengths) > 1:
-            given = "none" if self.response_logprobs is None else str(len(self.response_logprobs))
+            given = ["none" if v is None else str(len(v)) for v in (self.response_logprobs, self.token_versions)]
             raise RolloutError(
                 f"an agent loop returned {len(self.response_ids)} response_ids, {len(self.response_mask)} entries in "
-                f"response_mask and {given} response_logprobs; they belong together token by token"
+                f"response_mask, {given[0]} response_logprobs and {given[1]} token_versions; they belong together "
+                "token by token"
             )
 
     @classmethod
-    def from_ledger(cls, ledger: TokenLedger, **fields: Any) -> AgentLoopOutput:
-        """The row of a ledger; ``state_hashes`` are the ledger's unless given."""
-        extra = {"state_hashes": ledger.state_hashes(), **fields.pop("extra_fields", {})}
+    def from_ledger(cls, ledger: TokenLedger, *, earlier: Sequence[TokenLedger] = (), **fields: Any) -> AgentLoopOutput:
+        """The row of a ledger, or the rows of several; ``state_hashes`` are the ledgers' unless given.
+
+        A last row in which the model did not speak any more is left out.
+        """
+        ledgers = [*earlier, ledger]
+        while len(ledgers) > 1 and not any(ledgers[-1].mask):
+            ledgers.pop()
+        ledger = ledgers[-1]
+        hashes = [name for one in ledgers for name in one.state_hashes()]
+        extra = {"state_hashes": hashes, **fields.pop("extra_fields", {})}
         return cls(
             prompt_ids=ledger.prompt_ids,
             response_ids=ledger.ids,
             response_mask=ledger.mask,
             response_logprobs=ledger.log_probs,
             policy_versions=ledger.version_range(),
-            num_turns=fields.pop("num_turns", ledger.num_turns + 1),
+            token_versions=ledger.versions,
+            num_turns=fields.pop("num_turns", sum(one.num_turns for one in ledgers) + 1),
             extra_fields=extra,
+            earlier=[cls._tokens(one) for one in ledgers[:-1]],
             **fields,
+        )
+
+    @classmethod
+    def _tokens(cls, ledger: TokenLedger) -> AgentLoopOutput:
+        return cls(
+            ledger.prompt_ids,
+            ledger.ids,
+            ledger.mask,
+            ledger.log_probs,
+            policy_versions=ledger.version_range(),
+            token_versions=ledger.versions,
         )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from verl.agent_loop.base import AgentLoopOutput
+from verl.agent_loop.carry import Take
 from verl.data.collate import object_array
 from verl.errors import DataError, RolloutError
 from verl.protocol import DataProto
@@ -40,6 +41,15 @@ _LIMIT = "agent_max_failed_fraction"
 #: column with the further rows of trajectories, and what they will be padded with
 MORE, PAD = "agent_more", "agent_pad_token_id"
 
+#: column of a batch with the earlier rows of each trajectory, as plain values; None where there are none
+EARLIER_ROWS = "earlier_rows"
+#: column of a batch whose generation may be cut off. On the way to the loops: what a row's trajectory has said in
+#: earlier steps (a list of plain takes), or ENDED, or None. On the way back: the same of those that were stopped.
+CARRIED = "carried"
+ENDED = "ended"
+#: meta_info key with the arguments of a cut-off: ``groups`` in the batch, ``keep`` of them, ``group_size`` in rows
+CUT_OFF = "cut_off"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -49,11 +59,15 @@ class Row:
         session: name of the trajectory, unique in the step.
         sampling_params: how tokens are chosen.
         fields: keyword arguments of the loop.
+        takes: what the model has said in earlier steps.
+        ended: an earlier step has the result already, nothing is to be done.
     """
 
     session: str
     sampling_params: dict[str, Any]
     fields: dict[str, Any]
+    takes: tuple[Take, ...] = ()
+    ended: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,12 +79,14 @@ class Trajectory:
         info: numbers for metrics, see :meth:`verl.agent_loop.trace.Trace.summary`.
         aborted: why there is no result; None if there is one.
         more: its further training rows.
+        unfinished: of one that was stopped, what the model has said so far; else None.
     """
 
     output: AgentLoopOutput
     info: dict[str, Any] = field(default_factory=dict)
     aborted: str | None = None
     more: Sequence[AgentLoopOutput] = ()
+    unfinished: Sequence[Take] | None = None
 
 
 def rows_from_batch(batch: DataProto, config: RolloutConfig, *, seed: int, step: int, validate: bool) -> list[Row]:
@@ -83,11 +99,15 @@ def rows_from_batch(batch: DataProto, config: RolloutConfig, *, seed: int, step:
         )
     columns = {name: batch.non_tensor_batch[name] for name in ROW_FIELDS if name in batch.non_tensor_batch}
     indices = batch.batch["sample_index"].tolist() if "sample_index" in batch.batch else range(len(requests))
+    carried = batch.non_tensor_batch.get(CARRIED, [None] * len(requests))
     rows = []
     for number, (request, index) in enumerate(zip(requests, indices, strict=True)):
         fields = {name: values[number] for name, values in columns.items()}
         fields |= {"raw_prompt_ids": request.prompt_ids, "sample_index": index}
-        rows.append(Row(request.request_id, asdict(request.sampling), fields))
+        kept = carried[number]
+        ended = isinstance(kept, str) and kept == ENDED
+        takes = () if ended or kept is None else tuple(map(Take.from_plain, kept))
+        rows.append(Row(request.request_id, asdict(request.sampling), fields, takes, ended))
     return rows
 
 
@@ -98,6 +118,8 @@ def batch_from_trajectories(
     response_length: int,
     pad_token_id: int,
     max_failed_fraction: float = 1.0,
+    cut_off: bool = False,
+    forks: bool = False,
 ) -> DataProto:
     """The rollout's fields of the schema, and what agent loops add.
 
@@ -107,12 +129,15 @@ def batch_from_trajectories(
         response_length: R; responses are padded on the right.
         pad_token_id: fills both.
         max_failed_fraction: part of the whole batch that may be aborted, for :func:`expand_extra`.
+        cut_off: some may have been stopped: adds ``unfinished`` (B,) bool and the column :data:`CARRIED`.
+        forks: trajectories may have several rows: the last one is the trajectory's in the batch, and the column
+            :data:`EARLIER_ROWS` has the others.
 
     Returns:
-        Besides the fields of :func:`verl.workers.rollout.batch.batch_from_completions`: ``aborted`` (B,) bool and the
-        columns ``__num_turns__``, ``tool_call_counts``, ``agent_info`` and ``agent_extra``, which :func:`expand_extra`
-        turns into fields of the whole batch. Further rows of trajectories wait in a column for
-        :func:`~verl.agent_loop.rows.expand_rows`.
+        Besides the fields of :func:`verl.workers.rollout.batch.batch_from_completions`: ``aborted`` (B,) bool,
+        ``token_versions`` (B,R) int32 and the columns ``__num_turns__``, ``tool_call_counts``, ``agent_info`` and
+        ``agent_extra``, which :func:`expand_extra` turns into fields of the whole batch. Further rows of trajectories
+        wait in a column for :func:`~verl.agent_loop.rows.expand_rows`.
 
     Raises:
         DataError: a row does not fit.
@@ -123,10 +148,13 @@ def batch_from_trajectories(
     responses = _padded([output.response_ids for output in outputs], response_length, pad_token_id, "response")
     masks = _padded([output.response_mask for output in outputs], response_length, 0, "response")
     log_probs = np.zeros((size, response_length), np.float32)
+    versions = np.full((size, response_length), -1, np.int32)
     attention = np.zeros((size, prompt_length + response_length), np.int64)
     for row, output in enumerate(outputs):
         given = output.response_logprobs
         log_probs[row, : len(output.response_ids)] = 0.0 if given is None else given
+        oldest = -1 if output.policy_versions is None else output.policy_versions[0]
+        versions[row, : len(output.response_ids)] = oldest if output.token_versions is None else output.token_versions
         attention[row, prompt_length - len(output.prompt_ids) : prompt_length + len(output.response_ids)] = 1
     sampled = torch.from_numpy(masks)
     attention_mask = torch.from_numpy(attention)
@@ -138,9 +166,10 @@ def batch_from_trajectories(
         "position_ids": position_ids_from_mask(attention_mask),
         "response_mask": sampled,
         "rollout_log_probs": torch.where(sampled.bool(), torch.from_numpy(log_probs), 0.0),
-        "policy_version": torch.tensor(
-            [output.policy_versions or (-1, -1) for output in outputs], dtype=torch.int32
-        ).reshape(size, 2),
+        "policy_version": torch.tensor([_version_range(output) for output in outputs], dtype=torch.int32).reshape(
+            size, 2
+        ),
+        "token_versions": torch.where(sampled.bool(), torch.from_numpy(versions), -1),
         "aborted": torch.tensor([trajectory.aborted is not None for trajectory in trajectories], dtype=torch.bool),
     }
     arrays: dict[str, np.ndarray] = {
@@ -150,9 +179,49 @@ def batch_from_trajectories(
         "agent_extra": object_array([(output.reward_score, output.extra_fields) for output in outputs]),
         MORE: object_array([list(trajectory.more) for trajectory in trajectories]),
     }
+    if forks:
+        arrays[EARLIER_ROWS] = object_array([_earlier(output) for output in outputs])
+    if cut_off:
+        stopped = [trajectory.unfinished for trajectory in trajectories]
+        tensors["unfinished"] = torch.tensor([takes is not None for takes in stopped], dtype=torch.bool)
+        plain = [None if takes is None else [take.to_plain() for take in takes] for takes in stopped]
+        arrays[CARRIED] = object_array(plain)
     return DataProto.from_dict(
         tensors=tensors, non_tensors=arrays, meta_info={_LIMIT: max_failed_fraction, PAD: pad_token_id}
     )
+
+
+def _version_range(output: AgentLoopOutput) -> tuple[int, int]:
+    """Oldest and newest weights that sampled a trajectory, with all its rows."""
+    ranges = [row.policy_versions for row in (*output.earlier, output) if row.policy_versions is not None]
+    known = [version for pair in ranges for version in pair if version >= 0]
+    return (min(known), max(known)) if known else (-1, -1)
+
+
+def _earlier(output: AgentLoopOutput) -> list[dict[str, Any]] | None:
+    """The rows of a trajectory before its last one, with the scores of their turns."""
+    scores = output.extra_fields.get("turn_scores")
+    rows = []
+    begin = 0
+    for row in output.earlier:
+        end = begin + len(turn_ends(row.response_mask))
+        rows.append(
+            {
+                "prompt_ids": row.prompt_ids,
+                "response_ids": row.response_ids,
+                "response_mask": row.response_mask,
+                "response_logprobs": row.response_logprobs,
+                "token_versions": row.token_versions,
+                "turn_scores": None if scores is None else [float(score) for score in scores[begin:end]],
+            }
+        )
+        begin = end
+    return rows or None
+
+
+def turn_ends(mask: Sequence[int]) -> list[int]:
+    """The columns in which the model's turns end (runs of 1 in a response mask)."""
+    return [column for column, (a, b) in enumerate(pairwise([*mask, 0])) if a and not b]
 
 
 def expand_extra(batch: DataProto) -> DataProto:
@@ -174,7 +243,7 @@ def expand_extra(batch: DataProto) -> DataProto:
     stop_if_too_many_failed(list(batch.non_tensor_batch["agent_info"]), batch.meta_info.pop(_LIMIT, 1.0))
     aborted, mask = batch.batch["aborted"].tolist(), batch.batch["response_mask"]
     if any("turn_scores" in extra for extra in extras):
-        batch.batch["turn_scores"] = _turn_scores(extras, mask)
+        batch.batch["turn_scores"] = _turn_scores(extras, mask, batch.non_tensor_batch.get(EARLIER_ROWS))
     finished = [score for score, gone in zip(scores, aborted, strict=True) if not gone]
     if finished and None not in finished:
         batch.batch["rm_scores"] = _on_last_token(scores, mask)
@@ -203,20 +272,30 @@ def stop_if_too_many_failed(infos: Sequence[Mapping[str, Any]], limit: float) ->
     )
 
 
-def _turn_scores(extras: Sequence[Mapping[str, Any]], mask: torch.Tensor) -> torch.Tensor:
-    """(B,R): the score of each turn of the model on its last token."""
+def _turn_scores(
+    extras: Sequence[Mapping[str, Any]], mask: torch.Tensor, earlier: Sequence[Any] | None
+) -> torch.Tensor:
+    """(B,R): the score of each turn of the model on its last token.
+
+    Scores of turns in earlier rows are held on the end of the first turn of the row that is in the batch, until the
+    trajectory is laid out in all its rows.
+    """
     placed = torch.zeros(mask.shape, dtype=torch.float32)
     for row, (extra, written) in enumerate(zip(extras, mask.tolist(), strict=True)):
         scores = extra.get("turn_scores")
         if scores is None:
             continue
-        ends = [column for column, (a, b) in enumerate(pairwise([*written, 0])) if a and not b]
-        if len(ends) != len(scores):
+        ends = turn_ends(written)
+        rows_before = (None if earlier is None else earlier[row]) or ()
+        before = [score for one in rows_before for score in one["turn_scores"]]
+        if len(ends) != len(scores) - len(before):
             raise DataError(
-                f"an agent loop gave {len(scores)} turn_scores for {len(ends)} turns of the model (runs of 1 in "
-                "response_mask)"
+                f"an agent loop gave {len(scores)} turn_scores for {len(ends) + len(before)} turns of the model (runs "
+                "of 1 in response_mask)"
             )
-        placed[row, ends] = torch.tensor(list(map(float, scores)))
+        placed[row, ends] = torch.tensor(list(map(float, scores[len(before) :])))
+        if before:
+            placed[row, ends[0]] += sum(before)
     return placed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from verl.agent_loop.ledger import TokenLedger
@@ -27,7 +28,12 @@ class Conversation:
         templater: renders the messages.
         messages: the prompt.
         max_tokens: most tokens of the response, those of the others included.
-        on_history_rewrite: ``refuse`` or ``append``, as in ``rollout.multi_turn``.
+        on_history_rewrite: ``refuse``, ``append`` or ``fork``, as in ``rollout.multi_turn``.
+
+    Attributes:
+        ledger: tokens of the row that the model is adding to.
+        earlier: finished rows of the same trajectory, with ``fork``.
+        rewrites: how often the template would have written earlier turns differently.
     """
 
     def __init__(
@@ -41,6 +47,8 @@ class Conversation:
         self.templater = templater
         self.messages: list[Message] = list(messages)
         self.ledger = TokenLedger(templater.prompt(messages))
+        self.earlier: list[TokenLedger] = []
+        self._ours = len(messages)
         self.max_tokens = max_tokens
         self.on_history_rewrite = on_history_rewrite
         self.rewrites = 0
@@ -89,16 +97,45 @@ class Conversation:
         shown = self._shown + more.text
         if pieces is None and self.templater.rewrites([*self.messages, *messages], shown):
             self.rewrites += 1
+            if self.on_history_rewrite == "fork":
+                return self.fork([*self.messages, *messages])
             if self.on_history_rewrite == "refuse":
                 raise HistoryRewritten(
                     "the chat template would write earlier turns of this conversation differently from what the model "
                     f"wrote and was shown (for instance it drops thinking); the last turn was {_short(turn)}. Set "
-                    "actor_rollout_ref.rollout.multi_turn.on_history_rewrite=append to keep sampled tokens as they "
-                    "are, or use a chat template that does not change earlier turns"
+                    "actor_rollout_ref.rollout.multi_turn.on_history_rewrite=fork to train on it as several rows, "
+                    "append to keep sampled tokens as they are, or use a chat template that changes no earlier turn"
                 )
         self.ledger.append_given(more.ids, str(messages[0]["role"]))
         self.messages.extend(messages)
         self._shown = shown
+        self._last = None
+        return True
+
+    def fork(self, messages: Sequence[Message]) -> bool:
+        """Go on in a new row, which begins with the conversation as the template writes it now.
+
+        What the row has in common with the first prompt is its prompt, the rest are tokens with mask 0. The row before
+        keeps what the model wrote there; nothing of it is trained on again.
+
+        Args:
+            messages: all of the conversation, as the model is to read it.
+
+        Returns:
+            False, with nothing changed, when there is no room for it and at least one more token of the model.
+        """
+        fresh = self.templater.conversation(messages, ours=self._ours)
+        first = self.earlier[0] if self.earlier else self.ledger
+        common = sum(1 for _ in takewhile(_equal, zip(fresh.ids, first.prompt_ids, strict=False)))
+        start = max(1, common)
+        given = fresh.ids[start:]
+        if len(given) >= self.max_tokens:
+            return False
+        self.earlier.append(self.ledger)
+        self.ledger = TokenLedger(fresh.ids[:start])
+        self.ledger.append_given(given, str(messages[-1]["role"]))
+        self.messages = list(messages)
+        self._shown = fresh.text
         self._last = None
         return True
 
@@ -138,6 +175,10 @@ def open_conversation(
             f"data.max_prompt_length={limit}; raise it"
         )
     return conversation
+
+
+def _equal(pair: tuple[int, int]) -> bool:
+    return pair[0] == pair[1]
 
 
 def _short(message: Message) -> str:

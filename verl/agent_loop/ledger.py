@@ -27,8 +27,7 @@ class TokenLedger:
         log_probs: log-probability of a sampled token, 0.0 for a given one.
         turns: number of the turn that a token belongs to, from 0; the model's and the others' turns are counted alike.
         roles: who said it: ``assistant``, or the role of the message (``tool``, ``user``, ...).
-        versions: policy version that sampled the token; -1 for a given one. Of a completion during which the weights
-            changed, the last token has the newer version.
+        versions: policy version that sampled the token; -1 for a given one.
     """
 
     prompt_ids: list[int]
@@ -63,10 +62,7 @@ class TokenLedger:
             raise DataError(f"{count} sampled tokens came with {len(completion.log_probs)} log-probabilities")
         if not count:
             return
-        last = completion.last_policy_version
-        versions = [completion.policy_version] * count
-        versions[-1] = completion.policy_version if last is None else last
-        self._extend(completion.token_ids, 1, completion.log_probs, ASSISTANT, versions)
+        self._extend(completion.token_ids, 1, completion.log_probs, ASSISTANT, completion.token_versions)
 
     def append_given(self, token_ids: Sequence[int], role: str) -> None:
         """Add a turn that the model did not write."""

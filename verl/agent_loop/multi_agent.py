@@ -145,7 +145,9 @@ class _Seat:
             extra["turn_scores"], total = self.scores, 0.0
         elif reward == "trajectory":
             total = sum(self.scores)
-        return AgentLoopOutput.from_ledger(self.conversation.ledger, reward_score=total, extra_fields=extra)
+        return AgentLoopOutput.from_ledger(
+            self.conversation.ledger, earlier=self.conversation.earlier, reward_score=total, extra_fields=extra
+        )
 
     @property
     def _open(self) -> Conversation:

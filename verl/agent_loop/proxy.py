@@ -82,7 +82,7 @@ class OpenAIAgentLoop(AgentLoopBase):
 
     def _finish(self, session: ProxySession, result: Any) -> AgentLoopOutput:
         conversation = session.conversation
-        if conversation is None or not conversation.ledger.ids:
+        if conversation is None or not any(any(one.mask) for one in (*conversation.earlier, conversation.ledger)):
             raise RolloutError("the agent ended without an answer of the model; it must ask the base_url it is given")
         if conversation.rewrites:
             self.context.trace.count("history_rewrites")
@@ -91,7 +91,9 @@ class OpenAIAgentLoop(AgentLoopBase):
             metrics = {str(name): _number(value) for name, value in result.items() if name != "reward"}
             result = result.get("reward")
         reward = session.reward if result is None else _number(result)
-        return AgentLoopOutput.from_ledger(conversation.ledger, reward_score=reward, metrics=metrics)
+        return AgentLoopOutput.from_ledger(
+            conversation.ledger, earlier=conversation.earlier, reward_score=reward, metrics=metrics
+        )
 
 
 def _function(config: RolloutConfig) -> Callable[..., Any]:

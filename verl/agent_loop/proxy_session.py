@@ -12,6 +12,7 @@ from typing import Any
 
 from verl.agent_loop.base import AgentContext
 from verl.agent_loop.conversation import Conversation, HistoryRewritten, open_conversation
+from verl.agent_loop.templating import ChatTemplater
 from verl.data.chat import Message, as_messages
 from verl.errors import DataError, RolloutError
 from verl.tools.parsers import PARSERS, BrokenCall, ToolParser
@@ -60,7 +61,8 @@ class ProxySession:
     """The conversation of one trajectory, one request after the other.
 
     A request must extend the one before: its messages, the answer to it, and at least one new message. What the model
-    wrote stays as it was sampled; only the new messages become tokens.
+    wrote stays as it was sampled; only the new messages become tokens. Any other request is refused, or with
+    ``on_history_rewrite=fork`` begins another row of the trajectory.
 
     Args:
         context: of the trajectory.
@@ -172,10 +174,17 @@ class ProxySession:
             self._shown = shown
             fits = True
         else:
-            added = self._added(messages, shown)
             multi_turn = self.context.config.multi_turn
-            fits = not multi_turn.out_of_turns(self.turns) and self.conversation.room > 0
-            fits = fits and self.conversation.add(added, self._pieces(added, messages[-len(added) - 1]))
+            fits = not multi_turn.out_of_turns(self.turns)
+            try:
+                added = self._added(messages, shown)
+            except HistoryRewritten:
+                if self.conversation.on_history_rewrite != "fork":
+                    raise
+                fits = fits and self._fork(messages, shown)
+            else:
+                fits = fits and self.conversation.room > 0
+                fits = fits and self.conversation.add(added, self._pieces(added, messages[-len(added) - 1]))
         ids = self.conversation.ledger.context
         if fits:
             limit = min(self.conversation.room, call.sampling.max_tokens)
@@ -188,6 +197,27 @@ class ProxySession:
         self._messages = messages
         self._answer = Answer(call, choice, parser, self._token_text)
         return self._answer
+
+    def _fork(self, messages: list[Message], shown: tuple[Any, Any]) -> bool:
+        """Go on in a new row with the conversation that the program sends; False when there is no room for it."""
+        assert self.conversation is not None
+        tools, arguments = shown
+        templater = self.conversation.templater
+        if shown != self._shown:
+            context = self.context
+            self.conversation.templater = ChatTemplater(
+                context.tokenizer, tools=tools or (), template_kwargs={**context.template_kwargs, **arguments}
+            )
+        names = {call.get("id"): call["function"].get("name") for m in messages for call in m.get("tool_calls") or ()}
+        for message in messages:
+            if message["role"] == "tool":
+                message.setdefault("name", names.get(message.get("tool_call_id"), "unknown"))
+        if not self.conversation.fork(messages):
+            self.conversation.templater = templater
+            return False
+        self.conversation.rewrites += 1
+        self._shown = shown
+        return True
 
     async def _sampled(self, ids: list[int], limit: int) -> Completion:
         self._sampling = asyncio.ensure_future(self._sample(ids, limit))

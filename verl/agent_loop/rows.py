@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from verl.agent_loop.batch import MORE, PAD, Trajectory, batch_from_trajectories
+from verl.agent_loop.batch import EARLIER_ROWS, MORE, PAD, Trajectory, batch_from_trajectories
 from verl.data.collate import object_array
 from verl.protocol import DataProto
 
@@ -36,6 +36,7 @@ def expand_rows(batch: DataProto) -> tuple[DataProto, list[tuple[int, int]] | No
         prompt_length=batch.batch["prompts"].shape[1],
         response_length=batch.batch["responses"].shape[1],
         pad_token_id=pad,
+        forks=EARLIER_ROWS in batch.non_tensor_batch,
     )
     added.non_tensor_batch.pop(MORE)
     added.meta_info = dict(batch.meta_info)

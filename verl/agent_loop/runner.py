@@ -8,6 +8,7 @@ import math
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from verl.agent_loop.base import (
@@ -20,7 +21,8 @@ from verl.agent_loop.base import (
     find_loop,
     read_agent_loops,
 )
-from verl.agent_loop.batch import Row, Trajectory, batch_from_trajectories, rows_from_batch
+from verl.agent_loop.batch import CUT_OFF, Row, Trajectory, batch_from_trajectories, rows_from_batch
+from verl.agent_loop.carry import CutOff, Tape
 from verl.agent_loop.conversation import HistoryRewritten
 from verl.agent_loop.rows import PLAYER
 from verl.agent_loop.trace import SpanExporter, Trace, TraceWriter
@@ -91,14 +93,20 @@ class AgentLoopRunner:
         self.spans = SpanExporter() if config.agent.opentelemetry else None
 
     async def run(
-        self, rows: Sequence[Row], generator: TokenGenerator, *, facts: Mapping[str, Any] | None = None
+        self,
+        rows: Sequence[Row],
+        generator: TokenGenerator,
+        *,
+        facts: Mapping[str, Any] | None = None,
+        cut: CutOff | None = None,
     ) -> list[Trajectory]:
         """Run one trajectory for each row.
 
         Args:
             rows: what to do.
-            generator: samples tokens.
+            generator: samples tokens; it can also ``abort`` requests where there is a ``cut``.
             facts: what traces say of all of them, for example the step.
+            cut: stops the trajectories that the step does not wait for; None: all run to their end.
 
         Raises:
             ConfigError: a row names an agent loop that does not exist.
@@ -108,11 +116,24 @@ class AgentLoopRunner:
         meter = _Meter(generator)
         places = asyncio.Semaphore(self.config.agent.max_concurrent)
 
-        async def one(row: Row, spec: LoopSpec) -> Trajectory:
-            async with places:
-                return await self._one(row, spec, meter, facts or {})
+        async def one(number: int, row: Row, spec: LoopSpec) -> Trajectory:
+            if row.ended:
+                trajectory = self._without_result(spec, row)
+            else:
+                async with places:
+                    trajectory = await self._one(number, row, spec, meter, facts or {}, cut)
+            if cut is not None and trajectory.unfinished is None:
+                cut.ended(number)
+            return trajectory
 
-        ended = await asyncio.gather(*(one(row, spec) for row, spec in zip(rows, specs, strict=True)))
+        stopping = None if cut is None else asyncio.ensure_future(cut.enforce(meter))
+        try:
+            ended = await asyncio.gather(
+                *(one(number, row, spec) for number, (row, spec) in enumerate(zip(rows, specs, strict=True)))
+            )
+        finally:
+            if stopping is not None:
+                stopping.cancel()
         idle = meter.idle_fraction()
         for trajectory in ended:
             trajectory.info["engine_idle_fraction"] = idle
@@ -125,7 +146,9 @@ class AgentLoopRunner:
 
         Args:
             prompts: ``input_ids``, ``attention_mask`` (B,P) left-padded, ``sample_index`` (B,) and the columns
-                :data:`~verl.agent_loop.batch.ROW_FIELDS`; ``meta_info`` holds ``step`` and ``validate``.
+                :data:`~verl.agent_loop.batch.ROW_FIELDS`; ``meta_info`` holds ``step`` and ``validate``. Where it holds
+                :data:`~verl.agent_loop.batch.CUT_OFF`, generation ends when this part of the rows has its share of
+                complete groups; ``must_finish`` (B,) bool then names rows that are waited for in any case.
             generator: samples tokens.
             seed: seed of the run.
             pad_token_id: fills prompts and responses.
@@ -135,13 +158,16 @@ class AgentLoopRunner:
         """
         step, validate = prompts.meta_info["step"], prompts.meta_info.get("validate", False)
         rows = rows_from_batch(prompts, self.config, seed=seed, step=step, validate=validate)
-        trajectories = await self.run(rows, generator, facts={"step": step, "validate": validate})
+        cut = _cut_off(prompts)
+        trajectories = await self.run(rows, generator, facts={"step": step, "validate": validate}, cut=cut)
         return batch_from_trajectories(
             trajectories,
             prompt_length=self.config.prompt_length,
             response_length=self.config.response_length,
             pad_token_id=pad_token_id,
             max_failed_fraction=self.config.agent.max_failed_fraction,
+            cut_off=cut is not None,
+            forks=self.config.multi_turn.on_history_rewrite == "fork",
         )
 
     def close(self) -> None:
@@ -158,14 +184,25 @@ class AgentLoopRunner:
             self._checked.add(name)
         return spec
 
-    async def _one(self, row: Row, spec: LoopSpec, generator: TokenGenerator, facts: Mapping[str, Any]) -> Trajectory:
-        """Run a trajectory to its end."""
+    async def _one(
+        self,
+        number: int,
+        row: Row,
+        spec: LoopSpec,
+        generator: _Meter,
+        facts: Mapping[str, Any],
+        cut: CutOff | None,
+    ) -> Trajectory:
+        """Run a trajectory to its end, or until the cut-off."""
+        if cut is not None and cut.reached:
+            return replace(self._without_result(spec, row), unfinished=row.takes)
         about = {name: row.fields[name] for name in _FACTS if row.fields.get(name) is not None}
         trace = Trace(row.session, {**facts, **about, "agent": getattr(spec.cls, "__name__", str(spec.cls))})
+        tape = None if cut is None else Tape(generator, row.takes, cut, trace)
         context = AgentContext(
             config=self.config,
             tokenizer=self.tokenizer,
-            generator=generator,
+            generator=generator if tape is None else tape,
             session=row.session,
             trace=trace,
             tools=self.tools,
@@ -176,9 +213,14 @@ class AgentLoopRunner:
         aborted, why = None, ""
         outputs = self._nothing(spec, row)
         task = asyncio.ensure_future(_run(spec, context, row))
+        if cut is not None and tape is not None:
+            cut.began(number, tape, task)
         limit = self.config.agent.timeout_s
         try:
             done, _ = await asyncio.wait({task}, timeout=limit)
+            if done and tape is not None and tape.stopped:
+                _ = task.cancelled() or task.exception()  # which is only the echo
+                return replace(self._without_result(spec, row), unfinished=tape.takes)
             if done:
                 outputs = task.result()
             else:
@@ -193,6 +235,8 @@ class AgentLoopRunner:
         except Exception as error:  # noqa: BLE001 - one sample; counted, and an error when there are many
             aborted, why = _reason(error), "".join(traceback.format_exception(error))
             logger.warning("trajectory %s was aborted (%s): %s: %s", row.session, aborted, type(error).__name__, error)
+        if forks := sum(len(output.earlier) for output in outputs):
+            trace.counts["forked_rows"] += forks
         trace.finish(aborted)
         self._record(trace, outputs, why)
         output, *more = outputs
@@ -204,6 +248,11 @@ class AgentLoopRunner:
         """The rows of a trajectory without a result."""
         make = getattr(spec.cls, "nothing", AgentLoopBase.nothing)
         return list(make(self.config, row.fields["raw_prompt_ids"]))
+
+    def _without_result(self, spec: LoopSpec, row: Row) -> Trajectory:
+        """A trajectory that has its result in another step."""
+        output, *more = self._nothing(spec, row)
+        return Trajectory(output, more=more)
 
     def _described(self, output: AgentLoopOutput) -> dict[str, Any]:
         return {
@@ -230,11 +279,21 @@ class AgentLoopRunner:
             self.spans.export(trace)
 
 
+def _cut_off(prompts: DataProto) -> CutOff | None:
+    """When to end the generation of a part of a batch; None where nothing says so."""
+    settings = prompts.meta_info.get(CUT_OFF)
+    if settings is None:
+        return None
+    size = settings["group_size"]
+    share = math.ceil(len(prompts) // size * settings["keep"] / settings["groups"])
+    return CutOff(prompts.batch["must_finish"].tolist(), size, share)
+
+
 def longest_run_s(agent: AgentConfig, rows: int) -> float | None:
     """Seconds within which :meth:`AgentLoopRunner.run` ends with ``rows`` rows; None where nothing limits them."""
     if agent.timeout_s is None:
         return None
-    return math.ceil(rows / agent.max_concurrent) * (agent.timeout_s + _GRACE_S)
+    return math.ceil(rows / agent.max_concurrent) * (agent.timeout_s + _GRACE_S) + _GRACE_S
 
 
 def build_runner(
@@ -254,23 +313,29 @@ async def _run(spec: LoopSpec, context: AgentContext, row: Row) -> list[AgentLoo
             f"the agent loop returned {len(outputs)} rows; between 1 and rollout.agent.rows_per_sample={most} are used"
         )
     for output in outputs:
-        _check(output, context.config.response_length)
+        _check(output, context.config)
     return outputs
 
 
-def _check(output: Any, limit: int) -> None:
+def _check(output: Any, config: RolloutConfig) -> None:
     """Raise :class:`RolloutError` unless an agent loop's output can be trained on."""
     if not isinstance(output, AgentLoopOutput):
         raise RolloutError(f"the agent loop returned {type(output).__name__}, expected AgentLoopOutput")
-    if output.response_logprobs is None and any(output.response_mask):
+    for one in (*output.earlier, output):
+        if one.response_logprobs is None and any(one.response_mask):
+            raise RolloutError(
+                "the agent loop returned no response_logprobs; take them from the completions, as log_probs, and give "
+                "0.0 for tokens that were not sampled"
+            )
+        if len(one.response_ids) > config.response_length:
+            raise RolloutError(
+                f"the agent loop returned {len(one.response_ids)} response tokens, more than "
+                f"data.max_response_length={config.response_length}; end a trajectory before that"
+            )
+    if output.earlier and config.multi_turn.on_history_rewrite != "fork":
         raise RolloutError(
-            "the agent loop returned no response_logprobs; take them from the completions, as log_probs, and give 0.0 "
-            "for tokens that were not sampled"
-        )
-    if len(output.response_ids) > limit:
-        raise RolloutError(
-            f"the agent loop returned {len(output.response_ids)} response tokens, more than "
-            f"data.max_response_length={limit}; end a trajectory before that"
+            f"the agent loop returned {len(output.earlier)} earlier rows; trajectories of several rows need "
+            "rollout.multi_turn.on_history_rewrite=fork"
         )
 
 
@@ -289,7 +354,7 @@ def _reason(error: Exception) -> str:
 class _Meter:
     """A generator that knows for which part of the time it had something to do."""
 
-    def __init__(self, generator: TokenGenerator) -> None:
+    def __init__(self, generator: Any) -> None:
         self._generator = generator
         self._began = time.perf_counter()
         self._waiting = 0
@@ -306,6 +371,9 @@ class _Meter:
             self._waiting -= 1
             if not self._waiting:
                 self._busy += time.perf_counter() - self._since
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._generator.abort(request_ids)
 
     def idle_fraction(self) -> float:
         """Part of the time so far in which nobody waited for a token."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -115,6 +115,34 @@ class ChatTemplater:
             ids = ids[1:]  # the model has ended its turn itself, be it with another token than the template's
         return Continuation(ids, text)
 
+    def conversation(self, messages: Sequence[Message], *, ours: int) -> Continuation:
+        """A conversation from its beginning, with an opened turn of the model, as the template writes it now.
+
+        Args:
+            messages: the conversation.
+            ours: so many of the first messages, and all of the assistant's, may contain control tokens; in the words
+                of the others they are ordinary text.
+
+        Raises:
+            RolloutError: the template changes messages with control tokens beyond recognition.
+            DataError: the template rejects the conversation.
+        """
+        try:
+            text = self.text(messages)
+        except DataError:
+            if all(message["role"] != "tool" for message in messages):
+                raise
+            messages = _without_tools(messages)
+            text = self.text(messages)
+        others = [n for n, message in enumerate(messages) if n >= ours and message["role"] != "assistant"]
+        words = [str(messages[n].get("content") or "") for n in others]
+
+        def with_marks(marks: Sequence[str]) -> str:
+            holes = dict(zip(others, marks, strict=True))
+            return self.text([{**m, "content": holes[n]} if n in holes else m for n, m in enumerate(messages)])
+
+        return Continuation(self._encode(text, self._literals(words, text, with_marks)), text)
+
     def joined(self, pieces: Sequence[Piece]) -> Continuation:
         """A continuation that is made of pieces instead of by the template."""
         text, literals = "", []
@@ -145,15 +173,29 @@ class ChatTemplater:
         """The text behind the model's turn, and the spans in it that hold the added messages' own words."""
         text = self._behind_mark([*history, _TURN, *added], add_generation_prompt=True)
         words = [str(message.get("content") or "") for message in added]
+
+        def with_marks(marks: Sequence[str]) -> str:
+            holes = [{**message, "content": mark} for message, mark in zip(added, marks, strict=True)]
+            return self._behind_mark([*history, _TURN, *holes], add_generation_prompt=True)
+
+        return text, self._literals(words, text, with_marks)
+
+    def _literals(self, words: Sequence[str], text: str, with_marks: Callable[[Sequence[str]], str]) -> Spans:
+        """Where the words of others stand in ``text``; nothing if none could be taken for a control token.
+
+        Args:
+            words: of each message.
+            text: the template's text with them.
+            with_marks: the template's text with marks in their places.
+        """
         if not any(control in word for control in self._control for word in words):
-            return text, []  # nothing in them could be taken for a control token
-        marks = [f"{_MARK}{number}x" for number in range(len(added))]
-        holes = [{**message, "content": mark} for message, mark in zip(added, marks, strict=True)]
-        pattern = self._behind_mark([*history, _TURN, *holes], add_generation_prompt=True)
+            return []
+        marks = [f"{_MARK}{number}x" for number in range(len(words))]
+        pattern = with_marks(marks)
         for change in (_same, str.strip, _in_json, _in_ascii_json):
             spans = _filled(pattern, marks, [change(word) for word in words], text)
             if spans is not None:
-                return text, spans
+                return spans
         raise RolloutError(
             "a message contains control tokens of the tokenizer, and the chat template changes messages in a way that "
             "does not tell where they stand in its text; such text cannot be shown to the model safely"

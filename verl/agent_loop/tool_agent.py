@@ -163,11 +163,11 @@ class ToolAgentLoop(AgentLoopBase):
                 total = sum(scores.partner)
         if any(counted):
             extra["turn_scores"] = counted
-        shown = ledger.state_hashes()
+        shown = [name for one in (*conversation.earlier, ledger) for name in one.state_hashes()]
         extra["state_hashes"] = [
             own if own is not None else name for own, name in zip(scores.states, shown, strict=True)
         ]
-        return AgentLoopOutput.from_ledger(ledger, reward_score=total, extra_fields=extra)
+        return AgentLoopOutput.from_ledger(ledger, earlier=conversation.earlier, reward_score=total, extra_fields=extra)
 
 
 @dataclass

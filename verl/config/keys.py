@@ -235,11 +235,6 @@ UNSUPPORTED: Sequence[Unsupported] = (
         "wakes the rollout engine in steps; here weights always come back before the cache does, so leave it out",
         (True, False),
     ),
-    Unsupported(
-        f"{_R}.over_sample_rate",
-        "is for asking for more samples than are used, which is not in this version; use 0 or leave it out",
-        (0, 0.0),
-    ),
     # agents
     Unsupported(
         f"{_R}.multi_turn.tokenization_sanity_check_mode",

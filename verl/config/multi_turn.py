@@ -9,7 +9,7 @@ from typing import Any
 from verl.config.base import Config, opt, section
 
 TRUNCATE_SIDES = ("left", "right", "middle")
-HISTORY_REWRITES = ("refuse", "append")
+HISTORY_REWRITES = ("refuse", "append", "fork")
 TOOL_REWARDS = ("report", "add")
 PLAYER_REWARDS = ("step", "trajectory", "report")
 
@@ -50,7 +50,8 @@ class MultiTurnConfig(Config):
     on_history_rewrite: str = opt(
         "refuse",
         "What happens when the chat template would write earlier turns differently from what was sampled: refuse = "
-        "the trajectory is aborted, append = sampled tokens stay as they are and the conversation goes on.",
+        "the trajectory is aborted, append = sampled tokens stay as they are and the conversation goes on, fork = it "
+        "goes on in a further training row that begins with what the template writes.",
         choices=HISTORY_REWRITES,
     )
 

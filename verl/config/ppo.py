@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -77,6 +78,22 @@ class PPOConfig(Config):
     def use_reference_policy(self) -> bool:
         """Whether the run needs the reference policy's log-probabilities."""
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+
+    @property
+    def groups_per_batch(self) -> int:
+        """Prompts whose samples a source gives at once; with dynamic sampling a step may ask several times."""
+        return self.data.gen_batch_size or self.data.train_batch_size
+
+    @property
+    def groups_in_progress(self) -> int:
+        """Prompts that are generated for at once: more than ``groups_per_batch`` with ``rollout.over_sample_rate``.
+
+        Engines inside the training workers get the same number each.
+        """
+        rollout = self.actor_rollout_ref.rollout
+        wanted = math.ceil(round(self.groups_per_batch / (1 - rollout.over_sample_rate), 6))
+        workers = self.trainer.world_size if rollout.mode == "sync" and rollout.over_sample_rate else 1
+        return -(-wanted // workers) * workers
 
     @property
     def saves_in_background(self) -> bool:
@@ -247,6 +264,21 @@ class PPOConfig(Config):
                 "rollout_correction.rollout_is=token (or bypass_mode=True), or leave the penalty out (for validation "
                 "alone there is val_kwargs.repetition_penalty)"
             )
+        if rollout.multi_turn.on_history_rewrite == "fork":
+            for key, given in (
+                ("algorithm.use_pf_ppo=True", algorithm.use_pf_ppo),
+                ("reward_model.kind='implicit'", self.reward_model.implicit),
+            ):
+                if given:
+                    yield (
+                        f"{key}: works on single responses, and with actor_rollout_ref.rollout.multi_turn."
+                        "on_history_rewrite='fork' a trajectory may have several rows; use refuse or append"
+                    )
+        if rollout.over_sample_rate and estimator == "remax":
+            yield (
+                f"actor_rollout_ref.rollout.over_sample_rate={rollout.over_sample_rate}: the greedy answers of "
+                "algorithm.adv_estimator='remax' must all be complete; use 0, or another estimator"
+            )
         if algorithm.filter_groups.enable and rollout.n == 1:
             yield (
                 "actor_rollout_ref.rollout.n=1: algorithm.filter_groups compares the samples of one prompt, so it "
@@ -279,6 +311,7 @@ class PPOConfig(Config):
             ("algorithm.rollout_correction.bypass_mode=True", correction.bypass_mode),
             ("rejection or weights of algorithm.rollout_correction", correction.corrects),
             (f"algorithm.adv_estimator={algorithm.adv_estimator!r}", algorithm.adv_estimator in USES_SUM_PI_SQUARED),
+            ("actor_rollout_ref.rollout.partial_rollout=True", self.actor_rollout_ref.rollout.partial_rollout),
         ]
         for what, present in needs:
             if present:

@@ -170,6 +170,19 @@ class RolloutConfig(Config):
         CheckpointEngineConfig, "How weights get to the servers of mode=async."
     )
     n: int = opt(1, "Samples per prompt.", ge=1)
+    over_sample_rate: float = opt(
+        0.0,
+        "Share of a step's samples that generation does not wait for: train_batch_size / (1 - over_sample_rate) "
+        "prompts are in progress, and when train_batch_size of them are complete the others are stopped.",
+        ge=0,
+        le=0.9,
+    )
+    partial_rollout: bool = opt(
+        False, "Carry samples that over_sample_rate stops to the next step, where they go on; False drops them."
+    )
+    max_staleness: int = opt(
+        1, "Most steps that a prompt's samples are carried (partial_rollout); then generation waits for them.", ge=1
+    )
     temperature: float = opt(1.0, "Sampling temperature, also applied to the training log-probabilities.", gt=0)
     top_p: float = opt(1.0, "Probability mass to sample from.", gt=0, le=1)
     top_k: int = opt(-1, "Number of most probable tokens to sample from; -1 = all.", ge=-1)
@@ -281,7 +294,9 @@ class RolloutConfig(Config):
             return "multi_agent"
         if self.multi_turn.enable:
             return "tool_agent"
-        return "single_turn_agent" if agent.agent_loop_config_path is not None else None
+        # what stops trajectories and lets them go on is the business of agent loops
+        named = agent.agent_loop_config_path is not None or self.over_sample_rate > 0
+        return "single_turn_agent" if named else None
 
     @property
     def rows_per_sample(self) -> int:
@@ -312,6 +327,18 @@ class RolloutConfig(Config):
                 f"tensor_model_parallel_size={self.tensor_model_parallel_size}: agent loops inside the training "
                 "processes ask one rank at a time, which a split model cannot serve; use 1"
             )
+        if self.partial_rollout and not self.over_sample_rate:
+            yield (
+                "partial_rollout=True: with over_sample_rate=0 every sample is completed in its step and none is "
+                "carried; give over_sample_rate, for example 0.2"
+            )
+        if self.partial_rollout and self.rows_per_sample > 1:
+            yield (
+                f"partial_rollout=True: samples of {self.rows_per_sample} rows (agent.rows_per_sample, "
+                "agent.multi_agent) are not carried; leave it out, which drops those that are stopped"
+            )
+        if self.max_staleness != 1 and not self.partial_rollout:
+            yield f"max_staleness={self.max_staleness}: without partial_rollout=True no sample is carried; leave it out"
         need = self.prompt_length + self.response_length
         if self.max_model_len is not None and self.max_model_len < need:
             yield (

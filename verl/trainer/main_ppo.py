@@ -166,18 +166,34 @@ class TaskRunner:
     def build_source(self, dataloader: Any, rollout: Rollout, scorer: Scorer) -> Source:
         """Where training batches come from: generation on request, with the groups filtered where configured."""
         from verl.trainer.ppo.group_filter import GroupFilter
+        from verl.trainer.ppo.over_sampling import OverSamplingSource
         from verl.trainer.ppo.sources import SyncSource
 
-        algorithm, section = self.config.algorithm, self.config.actor_rollout_ref.rollout
+        config, algorithm, section = self.config, self.config.algorithm, self.config.actor_rollout_ref.rollout
         n = section.n
-        source = SyncSource(
-            dataloader,
-            rollout,
-            n,
-            scorer,
-            greedy_baselines="reward_baselines" in self.source_fields,
-            row_fields=self.row_fields,
-        )
+        source: Source
+        if section.over_sample_rate:
+            source = OverSamplingSource(
+                dataloader,
+                rollout,
+                n,
+                scorer,
+                groups=config.groups_per_batch,
+                in_progress=config.groups_in_progress,
+                carry=section.partial_rollout,
+                max_staleness=section.max_staleness,
+                parts=config.trainer.world_size if section.mode == "sync" else section.agent.num_workers,
+                row_fields=self.row_fields,
+            )
+        else:
+            source = SyncSource(
+                dataloader,
+                rollout,
+                n,
+                scorer,
+                greedy_baselines="reward_baselines" in self.source_fields,
+                row_fields=self.row_fields,
+            )
         chosen = algorithm.filter_groups
         if not chosen.enable:
             return source
@@ -196,7 +212,9 @@ class TaskRunner:
 
         data = self.config.data
         dataset = create_dataset(data.train_files, tokenizer, data, processor, data.train_max_samples)
-        batch_size = data.gen_batch_size or data.train_batch_size
+        # prompts of which the samples are dropped are used up, so they count in the length of an epoch
+        carries = self.config.actor_rollout_ref.rollout.partial_rollout
+        batch_size = self.config.groups_per_batch if carries else self.config.groups_in_progress
         return create_dataloader(
             dataset, data, batch_size=batch_size, shuffle=data.shuffle, seed=self.data_seed, drop_last=True
         )

@@ -46,6 +46,7 @@ from verl.utils.metrics import MetricSet, mmax, mmean
 from verl.utils.seeding import derive_seed, set_seed, use_deterministic_algorithms
 from verl.utils.tokenizer import load_tokenizer
 from verl.workers.engine.base import MicroBatching, TrainEngine
+from verl.workers.engine.batching import MINI_BATCH_ROWS
 from verl.workers.engine.images import engine_rows
 from verl.workers.losses import actor_loss, critic_loss, implicit_reward_model_loss
 from verl.workers.memory import METER
@@ -392,14 +393,14 @@ class ActorRolloutRefWorker(RoleWorker):
         """Run all mini-batch updates of a step on this worker's rows."""
         assert self.actor is not None
         config: ActorConfig = self.config.actor
-        rows = config.ppo_mini_batch_size * self.config.rollout.rows_per_prompt // self.actor.layout.dp_size
+        rows = data.meta_info.get(MINI_BATCH_ROWS, config.ppo_mini_batch_size * self.config.rollout.rows_per_prompt)
         with self.actor.resident(optimizer=True):
             metrics = self.run_update(
                 self.actor,
                 engine_rows(data),
                 prefix="actor",
                 loss=self.actor_loss,
-                mini_batch_size=rows,
+                mini_batch_size=rows // self.actor.layout.dp_size,
                 epochs=config.ppo_epochs,
                 micro=MicroBatching(*config.micro_batch()),
                 temperature=self.config.rollout.temperature,
@@ -545,14 +546,14 @@ class CriticWorker(TrainedModelWorker):
     def update_critic(self, data: DataProto) -> MetricSet:
         """Run all mini-batch updates of a step on this worker's rows."""
         config = self.config
-        rows = config.ppo_mini_batch_size * self.rollout_n // self.engine.layout.dp_size
+        rows = data.meta_info.get(MINI_BATCH_ROWS, config.ppo_mini_batch_size * self.rollout_n)
         with self.engine.resident(optimizer=True):
             metrics = self.run_update(
                 self.engine,
                 engine_rows(data),
                 prefix="critic",
                 loss=self.loss,
-                mini_batch_size=rows,
+                mini_batch_size=rows // self.engine.layout.dp_size,
                 epochs=config.ppo_epochs,
                 micro=MicroBatching(*config.micro_batch()),
             )

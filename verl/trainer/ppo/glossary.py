@@ -42,6 +42,10 @@ GLOSSARY: dict[str, str] = {
     "agent/trajectory_seconds/{mean|max}": "Wall time of a trajectory in seconds.",
     "agent/truncated": "Trajectories that ended because an answer did not fit into the response length.",
     "agent/history_rewrites": "Trajectories in which the chat template would have rewritten earlier turns.",
+    "agent/forked_rows": "Training rows besides one for each trajectory (on_history_rewrite=fork).",
+    "agent/replays_diverged": (
+        "Turns of carried trajectories sampled anew because a tool or environment answered differently this time."
+    ),
     "agent/engine_idle_fraction": "Share of the generation phase in which no trajectory waited for the model.",
     "agent/reported/<name>": "Mean of a number that agent loops return as a metric.",
     "global_seqlen/{min|max}": "Fewest and most tokens of a rank if the batch were cut as it came.",
@@ -91,6 +95,21 @@ GLOSSARY: dict[str, str] = {
     "filter_groups/informative_fraction": "Share of the groups generated in this step whose samples differ in outcome.",
     "filter_groups/surplus": "Groups kept for the next step.",
     "filter_groups/filled": "Groups without a signal that fill the batch up.",
+    # rows
+    "training/{rows|padding_rows}": (
+        "Rows of the training batch where trajectories may have several, and rows without a token that fill "
+        "mini-batches."
+    ),
+    # over-sampling
+    "over_sampling/started": "Prompts for which samples were begun in this step.",
+    "over_sampling/stopped": "Samples stopped before their end because enough prompts were complete.",
+    "over_sampling/dropped": "Samples that were begun and are not trained on (partial_rollout=False).",
+    "over_sampling/carried": "Samples kept for the next step, those that wait for others of their prompt included.",
+    "over_sampling/carried_tokens": "Sampled tokens of the samples kept for the next step.",
+    "training/staleness/{mean|max}": (
+        "Updates of the rollout's weights between the first token of a response and the step that trains on it."
+    ),
+    "training/stale_token_fraction": "Share of sampled tokens that older weights than the newest sampled.",
     # weight hand-over
     "weight_sync/version": "Version of the weights that the rollout has: the step that made them.",
     "weight_sync/seconds": "Wall time of the weight hand-over.",

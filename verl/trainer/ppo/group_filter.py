@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import numpy as np
 import torch
 
-from verl.data.collate import object_array
 from verl.errors import CheckpointError, DataError
 from verl.protocol import DataProto
-from verl.trainer.ppo.scoring import PREFIX, outcomes
+from verl.trainer.ppo.plain import from_plain, join, to_plain
+from verl.trainer.ppo.scoring import outcomes
 from verl.trainer.ppo.sources import Source
 from verl.utils.timing import StepTimer
 
@@ -94,8 +93,8 @@ class GroupFilter:
                     "algorithm.filter_groups.max_num_gen_batches (0 = no limit) or actor_rollout_ref.rollout.n, or "
                     "train on with algorithm.filter_groups.on_exhausted=fill"
                 )
-            kept.append(_join(dull).slice(-missing * self.n))
-        batch = _join(kept)
+            kept.append(join(dull).slice(-missing * self.n))
+        batch = join(kept)
         needed = self.groups * self.n
         rest = batch.slice(needed)
         self._surplus = rest if len(rest) else None
@@ -121,7 +120,9 @@ class GroupFilter:
 
     def state_dict(self) -> dict[str, Any]:
         """State of the source, and the waiting groups with all their fields."""
-        surplus = None if self._surplus is None else to_plain(self._surplus)
+        instead = "set algorithm.filter_groups.enable=False"
+        kept = self._surplus
+        surplus = None if kept is None else to_plain(kept, what="the groups kept for the next step", instead=instead)
         return {"source": self.source.state_dict(), "surplus": surplus}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -140,46 +141,3 @@ class GroupFilter:
                 f"{self.n}; resume with the same actor_rollout_ref.rollout.n"
             )
         self._surplus = surplus
-
-
-def _join(parts: list[DataProto]) -> DataProto:
-    """Concatenate; a reward function need not report the same names every time."""
-    names = {name for part in parts for name in part.non_tensor_batch if name.startswith(PREFIX)}
-    for part in parts:
-        for name in names - part.non_tensor_batch.keys():
-            part.non_tensor_batch[name] = np.full(len(part), None, dtype=object)
-        part.meta_info = {}
-    return DataProto.concat(parts)
-
-
-# ---- batches as plain values, for files that can be read without running code ------------------------------------
-
-
-def to_plain(batch: DataProto) -> dict[str, Any]:
-    """A batch as nested dicts and lists of tensors, strings and numbers; ``meta_info`` is left out."""
-    # clones, because a saved view would carry the whole batch that it was cut from
-    return {
-        "tensors": {name: value.clone() for name, value in batch.batch.items()},
-        "columns": {name: [_plain(name, value) for value in values] for name, values in batch.non_tensor_batch.items()},
-    }
-
-
-def from_plain(state: dict[str, Any]) -> DataProto:
-    """The batch that :func:`to_plain` described."""
-    columns = {name: object_array(values) for name, values in state["columns"].items()}
-    return DataProto.from_dict(dict(state["tensors"]), columns)
-
-
-def _plain(column: str, value: Any) -> Any:
-    if value is None or isinstance(value, str | bool | int | float | torch.Tensor):
-        return value
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, dict):
-        return {key: _plain(column, inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple | np.ndarray):
-        return [_plain(column, inner) for inner in value]
-    raise CheckpointError(
-        f"the groups kept for the next step have a {type(value).__name__} in column {column!r}, which a checkpoint "
-        "cannot hold; leave the column out of the data set, or set algorithm.filter_groups.enable=False"
-    )

@@ -30,6 +30,7 @@ from verl.utils.seqlen_balancing import seqlen_balance_metrics
 __all__ = [
     "GLOSSARY",
     "compute_data_metrics",
+    "compute_staleness_metrics",
     "compute_throughput_metrics",
     "compute_timing_metrics",
     "describe",
@@ -81,11 +82,19 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     present = response_length > 0
     metrics: dict[str, float] = {}
 
+    columns = batch.non_tensor_batch
+    last = tensors["last_row"] if "last_row" in tensors else torch.ones(len(batch), dtype=torch.bool)
+    if not last.all():  # what is said of a trajectory is said once
+        columns = {name: values[last.numpy()] for name, values in columns.items()}
     # Without a token in the mask there is no verdict: an empty response, or a reward function that abstained.
-    scored = mask.any(-1)
+    scored = mask.any(-1) & last
     for name, key in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
         if key in tensors:
-            metrics |= _stats(f"critic/{name}", _masked_row_sums(tensors[key], mask)[scored])
+            sums = _masked_row_sums(tensors[key], mask)
+            if "trajectory" in tensors:
+                owners = tensors["trajectory"]
+                sums = torch.zeros(int(owners.max()) + 1, dtype=sums.dtype).index_add_(0, owners, sums)[owners]
+            metrics |= _stats(f"critic/{name}", sums[scored])
     for name in ("advantages", "returns"):
         if name in tensors:
             metrics |= _stats(f"critic/{name}", tensors[name][mask])
@@ -114,11 +123,11 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     metrics |= _length_metrics("prompt_length", prompt_length, prompt_limit)
     for prefix, keys in (("num_turns", ("num_turns", "__num_turns__")), ("tool_call_counts", ("tool_call_counts",))):
         for key in keys:
-            if key in batch.non_tensor_batch:
-                metrics |= _stats(prefix, torch.tensor([float(v) for v in batch.non_tensor_batch[key]]))
+            if key in columns:
+                metrics |= _stats(prefix, torch.tensor([float(v) for v in columns[key]]))
                 break
-    if "agent_info" in batch.non_tensor_batch:
-        metrics |= agent_metrics(list(batch.non_tensor_batch["agent_info"]))
+    if "agent_info" in columns:
+        metrics |= agent_metrics(list(columns["agent_info"]))
     return metrics
 
 
@@ -126,6 +135,28 @@ def _length_metrics(prefix: str, lengths: Tensor, limit: int) -> dict[str, float
     metrics = _stats(prefix, lengths)
     if metrics:
         metrics[f"{prefix}/clip_ratio"] = (lengths >= limit).double().mean().item()
+    return metrics
+
+
+def compute_staleness_metrics(batch: DataProto, version: int) -> dict[str, float]:
+    """How old the weights are that sampled a batch.
+
+    Args:
+        batch: a batch after the update; responses without a token in the mask do not count.
+        version: of the weights that the rollout had when the step began.
+
+    Returns:
+        ``training/staleness/{mean,max}``: versions between a response's first token and ``version``; where versions of
+        tokens are known, ``training/stale_token_fraction``: share of the sampled tokens that older weights sampled.
+    """
+    tensors = tensors_of(batch)
+    mask = tensors["response_mask"].bool()
+    metrics: dict[str, float] = {}
+    if "policy_version" in tensors and mask.any():
+        ages = (version - tensors["policy_version"][mask.any(-1), 0]).double()
+        metrics |= {"training/staleness/mean": ages.mean().item(), "training/staleness/max": ages.max().item()}
+    if "token_versions" in tensors and mask.any():
+        metrics["training/stale_token_fraction"] = (tensors["token_versions"][mask] < version).double().mean().item()
     return metrics
 
 

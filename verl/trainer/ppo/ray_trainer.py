@@ -30,9 +30,15 @@ from verl.trainer.ppo.advantage import (
 )
 from verl.trainer.ppo.checks import check_algorithm
 from verl.trainer.ppo.fields import stage_batch
-from verl.trainer.ppo.metrics import compute_data_metrics, compute_throughput_metrics, compute_timing_metrics
+from verl.trainer.ppo.metrics import (
+    compute_data_metrics,
+    compute_staleness_metrics,
+    compute_throughput_metrics,
+    compute_timing_metrics,
+)
 from verl.trainer.ppo.mismatch import MismatchMonitor
 from verl.trainer.ppo.placement import Rollout
+from verl.trainer.ppo.rows import arrange_rows, compute_row_advantages, has_rows, lay_out_rows, without_padding
 from verl.trainer.ppo.saving import RunSaver
 from verl.trainer.ppo.scoring import describe_samples, dump_samples, outcomes, reported
 from verl.trainer.ppo.sources import Source
@@ -105,6 +111,7 @@ class RayPPOTrainer:
         check_algorithm(config, source.fields)
         self.actor_loss = actor_loss(config.actor_rollout_ref.actor)
         self.step = 0
+        self.rollout_version = 0  # of the weights that the rollout has
         self.stopped = False  # before the last step, to be started again
         self.watch = watch or StopWatch()
         self.saver = RunSaver(config.trainer, checkpoints, self._saved_groups(), background=config.saves_in_background)
@@ -125,7 +132,9 @@ class RayPPOTrainer:
             timer = StepTimer()
             with timer("step"):
                 batch, metrics = self.source.next_batch(self.step, timer)  # generates and scores
+                metrics.update(compute_staleness_metrics(batch, self.rollout_version))
                 self.dump_samples(batch)
+                batch = lay_out_rows(batch)
                 batch = self.arrange(batch)
                 batch = self.run_forward_passes(batch, timer)
                 if self.process_reward is not None:
@@ -149,6 +158,7 @@ class RayPPOTrainer:
                 if self.due(self.config.trainer.save_freq):
                     with timer("save_checkpoint"):
                         self.save_checkpoint(metrics)
+            batch = without_padding(batch)
             metrics.update(compute_timing_metrics(batch, timer.seconds))
             metrics.update(compute_throughput_metrics(batch, timer.seconds, self.actor_rollout.world_size))
             metrics.update(self.saver.drain())
@@ -177,6 +187,7 @@ class RayPPOTrainer:
 
     def sync_weights(self) -> dict[str, float]:
         """Hand the actor's weights to the rollout; the version is the step that made them."""
+        self.rollout_version = self.step
         return _first(self.rollout.sync_weights(version=self.step))
 
     def dump_samples(self, batch: DataProto) -> None:
@@ -274,7 +285,8 @@ class RayPPOTrainer:
     def estimate_advantages(self, batch: DataProto) -> DataProto:
         """Add ``advantages`` and ``returns`` (B,R)."""
         generator = torch.Generator().manual_seed(derive_seed(self.config.trainer.seed, "reweight", self.step))
-        return compute_advantage(batch, self.config.algorithm, state=self.estimator_state, generator=generator)
+        compute = compute_row_advantages if has_rows(batch) else compute_advantage
+        return compute(batch, self.config.algorithm, state=self.estimator_state, generator=generator)
 
     def run_updates(self, batch: DataProto, timer: StepTimer) -> dict[str, float]:
         """One step of updates of critic and actor, which do not wait for each other.
@@ -314,6 +326,11 @@ class RayPPOTrainer:
     def describe(self, batch: DataProto) -> dict[str, float]:
         """All numbers that derive from the batch."""
         progress = {"training/global_step": self.step, "training/epoch": self.source.epoch}
+        if has_rows(batch):
+            progress["training/padding_rows"] = len(batch)
+            batch = without_padding(batch)
+            progress["training/rows"] = len(batch)
+            progress["training/padding_rows"] -= len(batch)
         lengths = batch.batch["attention_mask"].sum(-1)
         drawn = torch.argsort(batch.batch["sample_index"])
         # rows lie rank by rank; where each was drawn tells what a plain cut would have given the ranks
@@ -386,13 +403,16 @@ class RayPPOTrainer:
 
     def _arranged(self, batch: DataProto, mini_batch_size: int, dp_size: int, *, shuffle: bool = False) -> DataProto:
         rows = mini_batch_size * self.config.actor_rollout_ref.rollout.rows_per_prompt
+        generator = torch.Generator().manual_seed(derive_seed(self.config.trainer.seed, "mini_batches", self.step))
+        balance = self.config.trainer.balance_batch
+        if has_rows(batch):
+            return arrange_rows(batch, rows, dp_size, balance=balance, generator=generator if shuffle else None)
         # from the order of sampling, not from an earlier arrangement, which depends on the number of ranks
         order = torch.argsort(batch.batch["sample_index"])
         if shuffle:
-            generator = torch.Generator().manual_seed(derive_seed(self.config.trainer.seed, "mini_batches", self.step))
             order = order[torch.randperm(len(order), generator=generator)]
         lengths = batch.batch["attention_mask"].sum(-1)[order].tolist()
-        arranged = arrange_mini_batches(lengths, rows, dp_size, balance=self.config.trainer.balance_batch)
+        arranged = arrange_mini_batches(lengths, rows, dp_size, balance=balance)
         order = order[torch.tensor(arranged)]
         if torch.equal(order, torch.arange(len(order))):
             return batch  # the same tensors, which workers may have already

@@ -14,6 +14,7 @@ import ray
 import torch.distributed as dist
 
 from verl import envs
+from verl.agent_loop.batch import CUT_OFF
 from verl.agent_loop.runner import longest_run_s
 from verl.agent_loop.worker import AgentLoopWorker
 from verl.config import ModelConfig, RolloutConfig
@@ -70,15 +71,16 @@ class AgentLoopPool:
             LostProcessError: a process died.
             VerlError: what a process raised.
         """
-        count = min(self.rollout.agent.num_workers, len(prompts))
-        limit = self._longest_wait_s(-(-len(prompts) // count), starts=len(self._workers) < count)
+        unit = prompts.meta_info.get(CUT_OFF, {}).get("group_size", 1)  # a cut-off counts whole groups
+        count = min(self.rollout.agent.num_workers, len(prompts) // unit)
+        limit = self._longest_wait_s(-(-len(prompts) // unit // count) * unit, starts=len(self._workers) < count)
         while len(self._workers) < count:
             self._workers.append(self._start(len(self._workers)))
-        size, more = divmod(len(prompts), count)
+        size, more = divmod(len(prompts) // unit, count)
         calls: dict[Any, str] = {}
         begin = 0
         for number, worker in enumerate(self._workers[:count]):
-            end = begin + size + (number < more)
+            end = begin + (size + (number < more)) * unit
             part = pack(prompts.slice(begin, end))
             calls[worker.run.remote(part, client, pad_token_id=pad_token_id)] = f"agent loops of process {number}"
             begin = end

@@ -78,11 +78,20 @@ def generate(
     columns = [name for name in row_fields if name in batch.non_tensor_batch]
     request = batch.select(batch_keys=fields, non_tensor_batch_keys=columns, meta_info_keys=[])
     request.meta_info.update(step=step, validate=validate)
-    responses, origin = expand_rows(rollout.generate_sequences(request))
-    responses = expand_extra(responses)
     # the prompt-only forms are superseded by the whole sequences
-    rows = batch.select(batch_keys=["sample_index"])
-    return rows.union(responses) if origin is None else in_groups(rows, responses, origin)
+    return with_answers(batch.select(batch_keys=["sample_index"]), rollout.generate_sequences(request))
+
+
+def with_answers(rows: DataProto, answers: DataProto) -> DataProto:
+    """Rows with what the rollout has made of them, and with the further rows that agent loops give.
+
+    Args:
+        rows: one for each trajectory, with ``uid`` and ``sample_index``.
+        answers: of the rollout, row by row.
+    """
+    answers, origin = expand_rows(answers)
+    answers = expand_extra(answers)
+    return rows.union(answers) if origin is None else in_groups(rows, answers, origin)
 
 
 class SyncSource:

@@ -24,6 +24,9 @@ from verl.utils.seqlen_balancing import plan_micro_batches
 from verl.workers.engine.base import GlobalBatchInfo, MicroBatching
 from verl.workers.engine.images import NUMBER, has_images
 
+#: ``meta_info`` of an update: rows of a mini-batch over all ranks, where trajectories have a varying number of rows
+MINI_BATCH_ROWS = "mini_batch_rows"
+
 REQUIRED_FIELDS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 
 

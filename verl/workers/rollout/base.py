@@ -92,6 +92,7 @@ class Completion:
         finish_reason: ``"stop"`` (end-of-sequence or stop token), ``"length"`` or ``"abort"``.
         policy_version: version of the weights that sampled the first token.
         last_policy_version: version that sampled the last token; None when it is the same.
+        version_runs: where the weights changed in between, (version, number of tokens) in order; else empty.
     """
 
     token_ids: list[int]
@@ -99,6 +100,25 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int = 0
     last_policy_version: int | None = None
+    version_runs: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """(version, number of tokens) in order, of all tokens.
+
+        A completion that says nothing of the tokens between the first and the last has them from the first version.
+        """
+        count, last = len(self.token_ids), self.last_policy_version
+        if self.version_runs:
+            return self.version_runs
+        if last is None or last == self.policy_version or not count:
+            return ((self.policy_version, count),)
+        return ((self.policy_version, count - 1), (last, 1))
+
+    @property
+    def token_versions(self) -> list[int]:
+        """Version of the weights that sampled each token."""
+        return [version for version, count in self.runs for _ in range(count)][: len(self.token_ids)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,9 @@ def requests_from_batch(
     Args:
         prompts: ``input_ids`` and ``attention_mask`` (B,P), left-padded; ``sample_index`` (B,) int64 numbers the
             samples of the whole step (the row number when absent); ``greedy`` (B,) bool, if there, marks rows that
-            get the most probable tokens whatever the configuration; ``multi_modal_inputs`` (B,) object, if there, holds
-            the images of the prompts.
+            get the most probable tokens whatever the configuration; ``born_step`` (B,) int64, if there, is the step in
+            which a sample was begun, and takes the place of ``step``; ``multi_modal_inputs`` (B,) object, if there,
+            holds the images of the prompts.
         rollout_config: the ``rollout`` section.
         seed: seed of the run.
         step: training step.
@@ -56,17 +57,18 @@ def requests_from_batch(
     purpose = "validation" if validate else "rollout"
     column = prompts.non_tensor_batch.get("multi_modal_inputs")
     images = prompt_images([None] * size if column is None else list(column))
+    steps = batch["born_step"].tolist() if "born_step" in fields else [step] * size
     return [
         GenerationRequest(
             prompt_ids=row[width - length :],
             sampling=SamplingParams(
-                seed=derive_seed(seed, purpose, step, sample), **(sampled | {"temperature": 0.0} if top else sampled)
+                seed=derive_seed(seed, purpose, begun, sample), **(sampled | {"temperature": 0.0} if top else sampled)
             ),
-            request_id=f"{purpose}-{step}-{sample}-{number}",
+            request_id=f"{purpose}-{begun}-{sample}-{number}",
             images=shown,
         )
-        for number, (row, length, sample, top, shown) in enumerate(
-            zip(input_ids.tolist(), lengths.tolist(), index, greedy, images, strict=True)
+        for number, (row, length, sample, top, begun, shown) in enumerate(
+            zip(input_ids.tolist(), lengths.tolist(), index, greedy, steps, images, strict=True)
         )
     ]
 

@@ -153,13 +153,26 @@ def with_partial(request: GenerationRequest, completion: Completion) -> Completi
     if not completion.token_ids:
         return replace(partial, finish_reason=completion.finish_reason)
     last = completion.policy_version if completion.last_policy_version is None else completion.last_policy_version
+    runs = [*partial.runs, *completion.runs]
     return Completion(
         partial.token_ids + completion.token_ids,
         partial.log_probs + completion.log_probs,
         completion.finish_reason,
         partial.policy_version,
         None if last == partial.policy_version else last,
+        _merged(runs) if len({version for version, _ in runs}) > 1 else (),
     )
+
+
+def _merged(runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Neighbouring runs of one version as one."""
+    merged: list[tuple[int, int]] = []
+    for version, count in runs:
+        if merged and merged[-1][0] == version:
+            merged[-1] = (version, merged[-1][1] + count)
+        else:
+            merged.append((version, count))
+    return tuple(merged)
 
 
 def check_ready(*, updating: bool, complete: bool, awake: Collection[MemoryPart]) -> None:

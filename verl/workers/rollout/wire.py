@@ -103,6 +103,7 @@ class PackedCompletions:
         lengths: int64 (N,).
         reasons: uint8 (N,), index into the possible reasons.
         versions: int32 (N, 2), of the first and the last token's weights.
+        runs: ``version_runs`` of the completions that have any, by the number of the completion.
     """
 
     tokens: np.ndarray
@@ -110,6 +111,7 @@ class PackedCompletions:
     lengths: np.ndarray
     reasons: np.ndarray
     versions: np.ndarray
+    runs: dict[int, tuple[tuple[int, int], ...]]
 
     @classmethod
     def pack(cls, completions: Sequence[Completion]) -> PackedCompletions:
@@ -124,6 +126,7 @@ class PackedCompletions:
             np.array([len(item.token_ids) for item in completions], np.int64),
             np.array([_REASONS.index(item.finish_reason) for item in completions], np.uint8),
             np.array(versions, np.int32).reshape(-1, 2),
+            {number: item.version_runs for number, item in enumerate(completions) if item.version_runs},
         )
 
     def unpack(self) -> list[Completion]:
@@ -136,8 +139,10 @@ class PackedCompletions:
             strict=True,
         )
         return [
-            Completion(tokens, log_probs, _REASONS[reason], first, None if last == first else last)
-            for tokens, log_probs, reason, (first, last) in rows
+            Completion(
+                tokens, log_probs, _REASONS[reason], first, None if last == first else last, self.runs.get(number, ())
+            )
+            for number, (tokens, log_probs, reason, (first, last)) in enumerate(rows)
         ]
 
 
