@@ -91,6 +91,7 @@ _TABLE = (
         "metrics",
         "Weights that sampled each token; -1 where none was sampled.",
     ),
+    Field("overlong", _ROW, ("bool",), "rollout", "updates, metrics", "Whether a length limit cut a response off."),
     Field("born_step", _ROW, INT, "source", "rollout", "Step that began a sample; its seed derives from it."),
     Field("must_finish", _ROW, ("bool",), "source", "agent loop", "Whether generation waits for a row in any case."),
     Field("unfinished", _ROW, ("bool",), "agent loop", "source", "Whether a trajectory was stopped before its end."),

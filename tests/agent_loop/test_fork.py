@@ -13,7 +13,7 @@ from tests.agent_loop.chat_templates import ADDED, TEMPLATES, chat_tokenizer, co
 from tests.agent_loop.script import TOKENIZER, config, row, run
 from verl.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.agent_loop.base import AGENT_LOOPS
-from verl.agent_loop.batch import EARLIER_ROWS, batch_from_trajectories, expand_extra, turn_ends
+from verl.agent_loop.batch import EARLIER_ROWS, Trajectory, batch_from_trajectories, expand_extra, turn_ends
 from verl.agent_loop.conversation import Conversation
 from verl.agent_loop.runner import AgentLoopRunner
 from verl.agent_loop.templating import ChatTemplater
@@ -86,6 +86,28 @@ def test_what_does_not_fit_changes_nothing() -> None:
     assert not talk.add([user("and 3*3? " * 20)])
     assert talk.earlier == []
     assert talk.ledger.ids == before
+
+
+def test_what_was_cut_off_is_known() -> None:
+    talk, tokenizer = conversation("qwen2.5", max_tokens=60)
+    talk.add_sampled(turn(tokenizer, "6"))
+    assert not talk.overlong
+    assert not talk.add([user("x" * 80)])
+    assert talk.overlong
+    full, tokenizer = conversation("qwen2.5", max_tokens=4)
+    full.add_sampled(Completion([5] * 4, [0.0] * 4, "length"))
+    assert full.overlong
+    ended, tokenizer = conversation("qwen2.5", max_tokens=4)
+    ended.add_sampled(Completion([5] * 4, [0.0] * 4, "stop"))
+    assert not ended.overlong
+    outputs = [
+        AgentLoopOutput([1], [2] * count, [1] * count, [0.0] * count, overlong=given)
+        for count, given in ((4, None), (3, None), (4, False), (2, True))
+    ]
+    batch = batch_from_trajectories(
+        [Trajectory(output, {}) for output in outputs], prompt_length=2, response_length=4, pad_token_id=0
+    )
+    assert batch.batch["overlong"].tolist() == [True, False, False, True]
 
 
 def test_a_history_that_shares_nothing_still_has_a_prompt() -> None:

@@ -78,6 +78,22 @@ def test_dropping_needs_no_state(run_training: Callable[..., list[dict[str, Any]
         assert row["data"]["training/staleness/max"] == 0
 
 
+def test_overlong_responses_are_left_out_of_the_update(
+    run_training: Callable[..., list[dict[str, Any]]], partial: list[str]
+) -> None:
+    """The same samples, groups and scores, another update."""
+    plain = [key for key in partial if "rollout" not in key and "save_freq" not in key]
+    one = [*plain, "trainer.total_training_steps=1"]
+    ((whole,), (filtered,)) = (
+        [row["data"] for row in run_training(*one, *more)]
+        for more in ([], ["algorithm.filter_overlong_responses=True"])
+    )
+    assert 0 < whole["response/overlong_ratio"] < 1
+    same = ("response/overlong_ratio", "critic/score/mean", "critic/advantages/max", "response_length/mean")
+    assert [whole[name] for name in same] == [filtered[name] for name in same]
+    assert whole["actor/pg_loss"] != filtered["actor/pg_loss"]
+
+
 @pytest.mark.usefixtures("ray_local")
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_two_workers(run_training: Callable[..., list[dict[str, Any]]], partial: list[str], mode: str) -> None:

@@ -64,6 +64,7 @@ class AgentLoopOutput:
             which counts on the turn's last token; ``state_hashes`` one hashable for each, the state that it acted in.
         policy_versions: oldest and newest weights that sampled it.
         token_versions: weights that sampled each token, -1 elsewhere; not given = the oldest.
+        overlong: whether it was cut off at a limit of length; not given = whether the response is as long as it may be.
         earlier: rows of the same trajectory before this one, with tokens alone, where its history was rewritten
             (``rollout.multi_turn.on_history_rewrite=fork``). Their turns come first in ``turn_scores`` and
             ``state_hashes``.
@@ -79,6 +80,7 @@ class AgentLoopOutput:
     extra_fields: dict[str, Any] = field(default_factory=dict)
     policy_versions: tuple[int, int] | None = None
     token_versions: list[int] | None = None
+    overlong: bool | None = None
     earlier: list[AgentLoopOutput] = field(default_factory=list)
 
     def __post_init__(self) -> None:

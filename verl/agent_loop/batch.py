@@ -170,6 +170,7 @@ def batch_from_trajectories(
             size, 2
         ),
         "token_versions": torch.where(sampled.bool(), torch.from_numpy(versions), -1),
+        "overlong": torch.tensor([_is_overlong(output, response_length) for output in outputs], dtype=torch.bool),
         "aborted": torch.tensor([trajectory.aborted is not None for trajectory in trajectories], dtype=torch.bool),
     }
     arrays: dict[str, np.ndarray] = {
@@ -189,6 +190,10 @@ def batch_from_trajectories(
     return DataProto.from_dict(
         tensors=tensors, non_tensors=arrays, meta_info={_LIMIT: max_failed_fraction, PAD: pad_token_id}
     )
+
+
+def _is_overlong(output: AgentLoopOutput, response_length: int) -> bool:
+    return len(output.response_ids) >= response_length if output.overlong is None else output.overlong
 
 
 def _version_range(output: AgentLoopOutput) -> tuple[int, int]:
@@ -273,7 +278,7 @@ def stop_if_too_many_failed(infos: Sequence[Mapping[str, Any]], limit: float) ->
 
 
 def _turn_scores(
-    extras: Sequence[Mapping[str, Any]], mask: torch.Tensor, earlier: Sequence[Any] | None
+    extras: Sequence[Mapping[str, Any]], mask: torch.Tensor, earlier: Sequence[Any] | np.ndarray | None
 ) -> torch.Tensor:
     """(B,R): the score of each turn of the model on its last token.
 

@@ -34,6 +34,7 @@ class Conversation:
         ledger: tokens of the row that the model is adding to.
         earlier: finished rows of the same trajectory, with ``fork``.
         rewrites: how often the template would have written earlier turns differently.
+        overlong: the conversation was cut off: a turn of the model used up the room, or an addition found none.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Conversation:
         self.max_tokens = max_tokens
         self.on_history_rewrite = on_history_rewrite
         self.rewrites = 0
+        self.overlong = False
         self._shown = templater.text(messages)
         self._last: Completion | None = None  # the model's turn that nobody has answered yet
 
@@ -64,6 +66,7 @@ class Conversation:
         """Add a turn of the model and return its text."""
         self.ledger.append_sampled(completion)
         ended = completion.finish_reason == "stop"
+        self.overlong = self.room < 1 and not ended
         text = self.templater.turn_text(completion.token_ids, ended=ended)
         self.messages.append({"role": "assistant", "content": text})
         self._shown += text
@@ -93,6 +96,7 @@ class Conversation:
             ended = self._last.finish_reason == "stop"
             more = self.templater.continuation(self.messages[:-1], messages, self._last.token_ids, ended=ended)
         if len(more.ids) >= self.room:
+            self.overlong = True
             return False
         shown = self._shown + more.text
         if pieces is None and self.templater.rewrites([*self.messages, *messages], shown):
@@ -130,6 +134,7 @@ class Conversation:
         start = max(1, common)
         given = fresh.ids[start:]
         if len(given) >= self.max_tokens:
+            self.overlong = True
             return False
         self.earlier.append(self.ledger)
         self.ledger = TokenLedger(fresh.ids[:start])

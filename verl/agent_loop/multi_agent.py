@@ -146,7 +146,11 @@ class _Seat:
         elif reward == "trajectory":
             total = sum(self.scores)
         return AgentLoopOutput.from_ledger(
-            self.conversation.ledger, earlier=self.conversation.earlier, reward_score=total, extra_fields=extra
+            self.conversation.ledger,
+            earlier=self.conversation.earlier,
+            overlong=self.conversation.overlong,
+            reward_score=total,
+            extra_fields=extra,
         )
 
     @property

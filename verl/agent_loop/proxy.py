@@ -92,7 +92,11 @@ class OpenAIAgentLoop(AgentLoopBase):
             result = result.get("reward")
         reward = session.reward if result is None else _number(result)
         return AgentLoopOutput.from_ledger(
-            conversation.ledger, earlier=conversation.earlier, reward_score=reward, metrics=metrics
+            conversation.ledger,
+            earlier=conversation.earlier,
+            overlong=conversation.overlong,
+            reward_score=reward,
+            metrics=metrics,
         )
 
 

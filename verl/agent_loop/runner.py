@@ -289,11 +289,15 @@ def _cut_off(prompts: DataProto) -> CutOff | None:
     return CutOff(prompts.batch["must_finish"].tolist(), size, share)
 
 
-def longest_run_s(agent: AgentConfig, rows: int) -> float | None:
-    """Seconds within which :meth:`AgentLoopRunner.run` ends with ``rows`` rows; None where nothing limits them."""
+def longest_run_s(agent: AgentConfig, rows: int, *, stops: bool = False) -> float | None:
+    """Seconds within which :meth:`AgentLoopRunner.run` ends with ``rows`` rows; None where nothing limits them.
+
+    Args:
+        stops: some may be stopped, which takes time too.
+    """
     if agent.timeout_s is None:
         return None
-    return math.ceil(rows / agent.max_concurrent) * (agent.timeout_s + _GRACE_S) + _GRACE_S
+    return math.ceil(rows / agent.max_concurrent) * (agent.timeout_s + _GRACE_S) + (_GRACE_S if stops else 0.0)
 
 
 def build_runner(

@@ -15,5 +15,6 @@ class SingleTurnAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Sample one response to ``raw_prompt_ids``."""
         ledger = TokenLedger(list(kwargs["raw_prompt_ids"]))
-        ledger.append_sampled(await self.generate(ledger.prompt_ids, sampling_params))
-        return AgentLoopOutput.from_ledger(ledger)
+        completion = await self.generate(ledger.prompt_ids, sampling_params)
+        ledger.append_sampled(completion)
+        return AgentLoopOutput.from_ledger(ledger, overlong=completion.finish_reason == "length")

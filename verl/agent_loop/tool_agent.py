@@ -167,7 +167,9 @@ class ToolAgentLoop(AgentLoopBase):
         extra["state_hashes"] = [
             own if own is not None else name for own, name in zip(scores.states, shown, strict=True)
         ]
-        return AgentLoopOutput.from_ledger(ledger, earlier=conversation.earlier, reward_score=total, extra_fields=extra)
+        return AgentLoopOutput.from_ledger(
+            ledger, earlier=conversation.earlier, overlong=conversation.overlong, reward_score=total, extra_fields=extra
+        )
 
 
 @dataclass

@@ -136,6 +136,11 @@ class AlgorithmConfig(Config):
     pf_ppo: PFPPOConfig = section(PFPPOConfig, "Which samples PF-PPO trains on.")
     process_reward_coef: float = opt(1.0, "prime: weight of the process rewards.", ge=0)
     outcome_reward_coef: float = opt(1.0, "prime: weight of the outcome.", ge=0)
+    filter_overlong_responses: bool = opt(
+        False,
+        "Leave responses that the length limit cut off out of the updates (overlong filtering, DAPO); they stay in "
+        "their groups with their scores.",
+    )
     use_kl_in_reward: bool = opt(False, "Subtract the KL divergence from the reference policy from the reward.")
     kl_penalty: str = opt("kl", "Estimator of the KL divergence in the reward.", choices=KL_PENALTIES)
     kl_ctrl: KLCtrlConfig = section(KLCtrlConfig, "Weight of the KL penalty in the reward.")

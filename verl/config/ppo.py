@@ -264,6 +264,11 @@ class PPOConfig(Config):
                 "rollout_correction.rollout_is=token (or bypass_mode=True), or leave the penalty out (for validation "
                 "alone there is val_kwargs.repetition_penalty)"
             )
+        if algorithm.filter_overlong_responses and rollout.ignore_eos:
+            yield (
+                "algorithm.filter_overlong_responses=True: with actor_rollout_ref.rollout.ignore_eos=True every "
+                "response is cut off and nothing would be trained on; leave one of them out"
+            )
         if rollout.multi_turn.on_history_rewrite == "fork":
             for key, given in (
                 ("algorithm.use_pf_ppo=True", algorithm.use_pf_ppo),

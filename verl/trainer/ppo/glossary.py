@@ -22,6 +22,10 @@ GLOSSARY: dict[str, str] = {
     "response_length/clip_ratio": "Share of responses as long as the response limit.",
     "response_length_non_aborted/{mean|max|min|clip_ratio}": "The same over responses that are not empty.",
     "response/aborted_ratio": "Share of responses without a single token.",
+    "response/overlong_ratio": (
+        "Share of responses that the length limit cut off; algorithm.filter_overlong_responses leaves them out of the "
+        "updates."
+    ),
     "prompt_length/{mean|max|min}": "Tokens of a prompt.",
     "prompt_length/clip_ratio": "Share of prompts as long as the prompt limit.",
     "num_turns/{mean|max|min}": "Turns of a conversation, both sides counted.",

@@ -73,8 +73,8 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 
     Returns:
         ``critic/{score,rewards,advantages,returns,values}/*``, ``critic/vf_explained_var``, ``actor/entropy``,
-        ``response_length/*``, ``response_length_non_aborted/*``, ``response/aborted_ratio``, ``prompt_length/*``,
-        ``num_turns/*``, ``tool_call_counts/*``, ``agent/*`` and ``training/rollout_probs_diff_*``.
+        ``response_length/*``, ``response_length_non_aborted/*``, ``response/{aborted,overlong}_ratio``,
+        ``prompt_length/*``, ``num_turns/*``, ``tool_call_counts/*``, ``agent/*`` and ``training/rollout_probs_diff_*``.
     """
     tensors = tensors_of(batch)
     mask = tensors["response_mask"].bool()
@@ -120,6 +120,8 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     metrics |= _length_metrics("response_length", response_length, response_limit)
     metrics |= _length_metrics("response_length_non_aborted", response_length[present], response_limit)
     metrics["response/aborted_ratio"] = 1.0 - present.double().mean().item() if len(present) else 0.0
+    if "overlong" in tensors and len(present):
+        metrics["response/overlong_ratio"] = tensors["overlong"].double().mean().item()
     metrics |= _length_metrics("prompt_length", prompt_length, prompt_limit)
     for prefix, keys in (("num_turns", ("num_turns", "__num_turns__")), ("tool_call_counts", ("tool_call_counts",))):
         for key in keys:

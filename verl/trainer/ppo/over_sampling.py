@@ -112,7 +112,7 @@ class OverSamplingSource(SyncSource):
         assert rows is not None
         held = self._results
         known = 0 if held is None else len(held)
-        carried = [None] * len(rows)
+        carried: list[Any] = [None] * len(rows)
         if held is not None:
             stopped = held.batch["unfinished"].tolist()
             takes = held.non_tensor_batch[CARRIED]

@@ -309,11 +309,13 @@ class RayPPOTrainer:
     def start_critic_update(self, batch: DataProto, critic: WorkerGroup) -> StartedCall:
         """One step of value-function updates."""
         config, dp_size = self.config.critic, critic.mesh("critic").dp_size
+        batch = self._without_overlong(batch)
         batch = self._arranged(batch, config.ppo_mini_batch_size, dp_size, shuffle=config.shuffle)
         return critic.update_critic.start(stage_batch(check_batch(batch, "update_critic"), "update_critic"))
 
     def start_actor_update(self, batch: DataProto) -> StartedCall:
         """One step of policy updates, on the tokens that were not rejected."""
+        batch = self._without_overlong(batch)
         if "rollout_accepted" in batch.batch:
             mask = batch.batch["response_mask"] * batch.batch["rollout_accepted"]
             batch = _without(batch, "rollout_accepted")
@@ -400,6 +402,15 @@ class RayPPOTrainer:
         return {name: group for name, group in groups.items() if group is not None}
 
     # ---- helpers -------------------------------------------------------------------------------------------
+
+    def _without_overlong(self, batch: DataProto) -> DataProto:
+        """The batch with responses that were cut off out of the mask, where the configuration leaves them out."""
+        if not self.config.algorithm.filter_overlong_responses:
+            return batch
+        mask = torch.where(batch.batch["overlong"][:, None], 0, batch.batch["response_mask"])
+        batch = _without(batch, "response_mask")
+        batch.batch["response_mask"] = mask
+        return batch
 
     def _arranged(self, batch: DataProto, mini_batch_size: int, dp_size: int, *, shuffle: bool = False) -> DataProto:
         rows = mini_batch_size * self.config.actor_rollout_ref.rollout.rows_per_prompt

@@ -71,9 +71,11 @@ class AgentLoopPool:
             LostProcessError: a process died.
             VerlError: what a process raised.
         """
-        unit = prompts.meta_info.get(CUT_OFF, {}).get("group_size", 1)  # a cut-off counts whole groups
+        cut_off = prompts.meta_info.get(CUT_OFF)
+        unit = 1 if cut_off is None else cut_off["group_size"]  # a cut-off counts whole groups
         count = min(self.rollout.agent.num_workers, len(prompts) // unit)
-        limit = self._longest_wait_s(-(-len(prompts) // unit // count) * unit, starts=len(self._workers) < count)
+        most = -(-(len(prompts) // unit) // count) * unit
+        limit = self._longest_wait_s(most, starts=len(self._workers) < count, stops=cut_off is not None)
         while len(self._workers) < count:
             self._workers.append(self._start(len(self._workers)))
         size, more = divmod(len(prompts) // unit, count)
@@ -92,9 +94,9 @@ class AgentLoopPool:
                 "ended by then: an agent loop or a tool blocks its process, where it should await"
             ) from error
 
-    def _longest_wait_s(self, rows: int, *, starts: bool) -> float | None:
+    def _longest_wait_s(self, rows: int, *, starts: bool, stops: bool) -> float | None:
         """Time limit for the process with the most rows; None: the calls within a trajectory have their own."""
-        longest = longest_run_s(self.rollout.agent, rows)
+        longest = longest_run_s(self.rollout.agent, rows, stops=stops)
         if longest is None or not starts:
             return longest
         return longest + self.rollout.server.max_start_wait_time

@@ -101,7 +101,7 @@ def batch_from_completions(
     Returns:
         ``prompts`` (B,P), ``responses`` (B,R) int64, ``input_ids``, ``attention_mask``, ``position_ids`` (B,P+R) int64,
         ``response_mask`` (B,R) int64 from the lengths, ``rollout_log_probs`` (B,R) float32 (0 where the mask is 0),
-        ``policy_version`` (B,2) int32: versions of the first and the last token's weights.
+        ``policy_version`` (B,2) int32: versions of the first and the last token's weights, ``overlong`` (B,) bool.
 
     Raises:
         DataError: the number of completions or a length does not fit.
@@ -143,6 +143,7 @@ def batch_from_completions(
             "response_mask": response_mask,
             "rollout_log_probs": torch.from_numpy(log_probs),
             "policy_version": torch.from_numpy(versions),
+            "overlong": torch.tensor([item.finish_reason == "length" for item in completions], dtype=torch.bool),
         }
     )
 
