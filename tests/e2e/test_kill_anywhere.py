@@ -59,6 +59,12 @@ def short(base_overrides: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
+def two(short: list[str]) -> list[str]:
+    """The short run with two workers."""
+    return merge_overrides(short, ["trainer.n_gpus_per_node=2"])
+
+
+@pytest.fixture(scope="module")
 def whole(short: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
     """What the short run gives when it is left alone; in one process, which is the same and starts sooner."""
     directory = tmp_path_factory.mktemp("whole")
@@ -66,21 +72,20 @@ def whole(short: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[o
     return result(directory, steps=4)
 
 
-def test_a_worker_is_killed_then_the_controller_while_it_saves(
-    short: list[str], whole: tuple[object, ...], tmp_path: Path
-) -> None:
-    """The run replaces the worker by itself; after the controller's death the same command goes on."""
-    overrides = [*short, *BACKGROUND, "trainer.max_restarts=1"]
-    with RunningTrainer(overrides, tmp_path) as run:
-        assert run.wait_until(lambda: steps_logged(tmp_path) and run.workers())
-        os.kill(run.workers()[0], signal.SIGKILL)
+def test_a_worker_of_two_is_killed_then_the_controller_while_it_saves(two: list[str], tmp_path: Path) -> None:
+    """The run replaces the workers by itself; after the controller's death the same command goes on."""
+    left_alone(two, tmp_path / "whole")
+    killed, overrides = tmp_path / "killed", [*two, *BACKGROUND, "trainer.max_restarts=1"]
+    with RunningTrainer(overrides, killed) as run:
+        assert run.wait_until(lambda: steps_logged(killed) and len(run.workers()) == 2)
+        os.kill(run.workers()[1], signal.SIGKILL)
         assert run.wait_until(lambda: "restart 1 of trainer.max_restarts=1" in run.text())
-        half_written = saves(tmp_path)
-        assert run.wait_until(lambda: saves(tmp_path) - half_written), run.text()[-3000:]
+        half_written = saves(killed)
+        assert run.wait_until(lambda: saves(killed) - half_written), run.text()[-3000:]
         os.kill(run.process.pid, signal.SIGKILL)
         assert run.finish() == -signal.SIGKILL
-    left_alone(overrides, tmp_path)
-    assert result(tmp_path, steps=4) == whole
+    left_alone(overrides, killed)
+    assert result(killed, steps=4) == result(tmp_path / "whole", steps=4)
 
 
 @pytest.mark.slow
