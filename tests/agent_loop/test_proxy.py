@@ -231,6 +231,38 @@ def test_a_rewritten_history_is_kept_as_sampled_where_the_run_says_so(programs: 
     assert trajectory.info["counts"] == {"history_rewrites": 1}
 
 
+def test_a_rewritten_history_begins_another_row_where_the_run_says_so(programs: Programs) -> None:
+    """A program that sums up what was said, with other tools, and one that begins another conversation."""
+
+    async def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        messages = list(row["raw_prompt"])
+        first = await ask(client, messages)
+        said = {"role": "assistant", "content": first.message.content}
+        await ask(client, [*messages, said, *one("more")])
+        await ask(client, [*one("in short")], tools=TOOLS)
+        await ask(client, [*messages, {"role": "assistant", "content": "k"}, *one("else")])
+        return 1.0
+
+    script = Scripted(lambda text: "ok<|end|>")
+    (trajectory,) = programs.run(agent, script, multi_turn={"on_history_rewrite": "fork"})
+    assert trajectory.aborted is None, trajectory.info
+    rows = [*trajectory.output.earlier, trajectory.output]
+    assert len(rows) == 3
+    said = ids_of("ok<|end|>")
+    trained = []
+    for output in rows:
+        context = output.prompt_ids + output.response_ids
+        start = len(output.prompt_ids)
+        for place, mask in enumerate(output.response_mask):
+            if mask and not (place and output.response_mask[place - 1]):
+                trained.append((context[: start + place], context[start + place : start + place + len(said)]))
+    assert trained == [(request.prompt_ids, said) for request in script.requests], "what the model saw, and wrote, once"
+    assert "in short" in TOKENIZER.decode(rows[1].prompt_ids + rows[1].response_ids)
+    assert text_of(trajectory).endswith("k<|end|><|user|>else<|end|><|assistant|>ok<|end|>")
+    assert trajectory.info["counts"] == {"history_rewrites": 1, "forked_rows": 2}
+
+
 def test_the_runs_own_sampling_is_used_which_is_said_once(
     programs: Programs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
