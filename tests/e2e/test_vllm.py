@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.test_over_sampling import check as check_carried
 from tests.fixtures.tiny import make_tiny_model_dir
 from tests.workers.rollout.helpers import missing_package
 
@@ -65,6 +66,19 @@ def test_two_ranks_on_ray(parallel: int, train: Callable[..., list[dict[str, Any
     assert len(rows) == 2
     for row in rows:
         assert row["data"]["training/rollout_probs_diff_max"] < 1e-4
+
+
+def test_samples_are_carried_to_the_next_step(train: Callable[..., list[dict[str, Any]]]) -> None:
+    rows = train(
+        "trainer.controller=local",
+        "data.train_batch_size=4",
+        "data.max_response_length=48",
+        "trainer.total_training_steps=4",
+        "actor_rollout_ref.rollout.over_sample_rate=0.5",
+        "actor_rollout_ref.rollout.partial_rollout=True",
+        "actor_rollout_ref.rollout.max_staleness=2",
+    )
+    check_carried(rows)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-core is not installed")
