@@ -109,12 +109,21 @@ def make_engine(
 
 
 def run_reference(
-    path: str, batch: dict[str, Tensor], steps: int = 2, images: list[Inputs | None] | None = None
+    path: str,
+    batch: dict[str, Tensor],
+    steps: int = 2,
+    images: list[Inputs | None] | None = None,
+    *,
+    decoupled: bool = True,
 ) -> dict[str, Any]:
-    """Forward numbers, then ``steps`` updates: losses, gradient norms, and the parameters after each."""
+    """Forward numbers, then ``steps`` updates: losses, gradient norms, and the parameters after each.
+
+    With ``decoupled=False`` the weight decay is a part of the gradient (Adam rather than AdamW).
+    """
     model_class = language_model_class(AutoConfig.from_pretrained(path))
     model = model_class.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    optimizer = kind(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
     mask = batch["response_mask"].bool()
     width = mask.shape[1]
 

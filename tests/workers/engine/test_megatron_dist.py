@@ -195,6 +195,16 @@ def two_ranks(rank: int, model_dir: str, work: str) -> None:
     assert engine.layout.dp_size == 2
     check_resumed(model_dir, saved, numbers[0], continued)
     ours.check_layout(model_dir, reference, [MicroBatching(size=2)], use_distributed_optimizer=False)
+    coupled = {"decoupled_weight_decay": False, "optimizer_cpu_offload": True}
+    engine = ours.check_layout(
+        model_dir, torch.load(f"{work}/coupled.pt"), [WHOLE], optim={"override_optimizer_config": coupled}
+    )
+    engine.save(Path(work) / "coupled", TRAINED)
+    engine.load(Path(work) / "coupled", TRAINED)
+    with pytest.raises(ConfigError, match=r"(?i)transformer.?engine"):
+        ours.make_megatron_engine(
+            model_dir, optim={"override_optimizer_config": {"use_precision_aware_optimizer": True}}
+        )
     with pytest.raises(DataError):  # on one rank, told to both
         engine.forward(
             ours.rows_of(policy_batch(), rank, 2), LOG_PROBS, micro=MicroBatching(max_tokens=15 if rank else 8)
@@ -262,6 +272,7 @@ def prepare(model_dir: str, work: Path) -> None:
     """Everything that the ranks compare with."""
     batch = policy_batch()
     torch.save(run_reference(model_dir, batch), work / "reference.pt")
+    torch.save(run_reference(model_dir, batch, decoupled=False), work / "coupled.pt")
     plain = make_fsdp_engine(model_dir)
     for _ in range(2):  # as far as the engine that is compared with it
         plain.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE, temperature=TEMPERATURE)

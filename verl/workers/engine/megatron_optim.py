@@ -198,5 +198,5 @@ def materialise(optimizer: Any) -> None:
             state = inner.state[parameter]
             if not state:
                 state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                if isinstance(inner, torch.optim.AdamW):  # others count steps per group
+                if isinstance(inner, torch.optim.Adam):  # AdamW is one; others count steps per group
                     state["step"] = torch.tensor(0.0)
