@@ -2,10 +2,10 @@
 
 The engine itself packs rows without padding (:mod:`verl.models.packing`) and runs Megatron-core's schedule over the
 micro-batches. The rest is in modules of one job each: ``megatron_parallel`` (process groups), ``megatron_families``
-(models), ``megatron_modules`` (their parts), ``megatron_bridge``, ``megatron_forms`` and ``megatron_slices`` (Hugging
-Face weights), ``megatron_lora`` (adapters), ``megatron_outputs`` (from hidden states to log-probs), ``megatron_optim``
-(optimizer), ``megatron_state`` (checkpoints), ``megatron_memory`` (off-loading) and, on machines without CUDA,
-``megatron_cpu``.
+(models), ``megatron_modules`` (their parts), ``megatron_bridge``, ``megatron_weights``, ``megatron_forms`` and
+``megatron_slices`` (Hugging Face weights), ``megatron_lora`` (adapters), ``megatron_outputs`` (from hidden states to
+log-probs), ``megatron_optim`` (optimizer), ``megatron_state`` (checkpoints), ``megatron_memory`` (off-loading) and, on
+machines without CUDA, ``megatron_cpu``.
 """
 
 from __future__ import annotations

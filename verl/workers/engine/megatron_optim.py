@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -83,11 +84,17 @@ def add_optimizer(
 
     reduction = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
     chunks = [DistributedDataParallel(config=config, ddp_config=reduction, module=model) for model in models]
+    _count_padding(chunks)
     config.finalize_model_grads_func = finalize_model_grads
     known = {field.name for field in dataclasses.fields(OptimizerConfig)}
     overrides = optimizer_overrides(optim.override_optimizer_config, known)
     if device.type == "cpu":
         overrides = {name: value for name, value in overrides.items() if name not in _TO_HOST}
+    if overrides.get("use_precision_aware_optimizer") and importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError(
+            "optim.override_optimizer_config.use_precision_aware_optimizer=True: needs Transformer Engine, which is "
+            "not installed; leave it out"
+        )
     try:
         settings = OptimizerConfig(
             optimizer="adam",
@@ -109,6 +116,19 @@ def add_optimizer(
     except (AssertionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"Megatron-core refuses these settings of the optimizer: {error}") from error
     return chunks, optimizer
+
+
+def _count_padding(chunks: Sequence[Any]) -> None:
+    """Let the positions of parameters hold in what Megatron-core 0.16 saves of the optimizer's state.
+
+    They count the padding between the buckets of a buffer, and the tensor that it cuts them from leaves it out: the
+    state of an embedding that stages share, which has a bucket of its own, would be saved from the wrong place.
+    """
+    for chunk in chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            buffer.numel_unpadded = buffer.numel
+            for bucket in buffer.buckets:
+                bucket.numel_unpadded = bucket.grad_data.numel()
 
 
 def optimizer_overrides(overrides: Mapping[str, Any], known: set[str]) -> dict[str, Any]:

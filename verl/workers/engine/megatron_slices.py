@@ -13,7 +13,7 @@ from verl.workers.engine.base import HeldTensor, SlicedWeight
 from verl.workers.engine.megatron_forms import slices_of
 
 if TYPE_CHECKING:
-    from verl.workers.engine.megatron_bridge import Weight
+    from verl.workers.engine.megatron_weights import Weight
 
 
 @dataclass(frozen=True)
