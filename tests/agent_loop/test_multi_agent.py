@@ -71,10 +71,10 @@ def make(tmp_path: Path) -> Any:
     world.write_text(WORLD)
 
     def build(
-        name: str = "Duel", multi_turn: dict[str, Any] | None = None, rollout: Any = None, **settings: Any
+        name: str = "Duel", multi_turn: Any = None, rollout: Any = None, agent: Any = None, **settings: Any
     ) -> AgentLoopRunner:
         players = MultiAgentConfig(**{"env": f"{world}:{name}", "players": ["first", "second"], **settings})
-        made = config(agent={"multi_agent": players}, multi_turn=multi_turn, **(rollout or {}))
+        made = config(agent={"multi_agent": players, **(agent or {})}, multi_turn=multi_turn, **(rollout or {}))
         return AgentLoopRunner(made, TOKENIZER)
 
     return build
@@ -149,6 +149,15 @@ def test_a_player_without_a_turn_counts_nowhere(make: Any) -> None:
     assert list(batch.non_tensor_batch["uid"]) == ["a/first", "a/first", "a/second", "a/second"]
     assert batch.batch["aborted"].tolist() == [False, False, True, False]
     assert batch.batch["response_mask"].sum(-1).tolist() == [2, 2, 0, 2]
+
+
+def test_rows_that_are_missing_are_nobodys(make: Any) -> None:
+    runner = make(agent={"rows_per_sample": 3})
+    rows = [row("0"), row("1", interaction_kwargs={"env_kwargs": {"fault": "raise"}})]
+    batch = batch_of(runner, run(runner, say, rows), ["a", "a"])
+    uids = ["a/2", "a/2", "a/first", "a/first", "a/second", "a/second"]
+    assert list(batch.non_tensor_batch["uid"]) == uids
+    assert batch.batch["aborted"].tolist() == [True, True, False, True, False, True]
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,8 @@ class AgentLoopRunner:
         trace.finish(aborted)
         self._record(trace, outputs, why)
         output, *more = outputs
-        more += [self._nothing(spec, row)[0]] * (self.config.rows_per_sample - len(outputs))
+        filler = AgentLoopBase.nothing(self.config, row.fields["raw_prompt_ids"])
+        more += filler * (self.config.rows_per_sample - len(outputs))
         told = {"error": why[-_MAX_ERROR:]} if why else {}
         return Trajectory(output, {**output.metrics, **trace.summary(), **told}, aborted, more)
 
