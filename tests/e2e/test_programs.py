@@ -40,22 +40,23 @@ def served_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_tiny_model_dir(tmp_path_factory.mktemp("models") / "served", hidden=64, heads=2, kv_heads=2)
 
 
+NEEDS_VLLM = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(bool(missing_package("vllm")), reason=missing_package("vllm") or ""),
+]
+
+
 @pytest.mark.parametrize(
-    "generation",
+    ("program", "generation"),
     [
-        pytest.param(HF, id="hf in two workers"),
-        pytest.param([*HF, f"{R}.mode=async"], id="hf servers"),
-        pytest.param(
-            VLLM,
-            id="vllm servers",
-            marks=[
-                pytest.mark.vllm,
-                pytest.mark.skipif(bool(missing_package("vllm")), reason=missing_package("vllm") or ""),
-            ],
-        ),
+        pytest.param("openai_client", HF, id="client, hf in two workers", marks=pytest.mark.slow),
+        pytest.param("openai_client", [*HF, f"{R}.mode=async"], id="client, hf servers"),
+        pytest.param("openai_client", VLLM, id="client, vllm servers", marks=NEEDS_VLLM),
+        pytest.param("agents_sdk", HF, id="framework, hf in two workers"),
+        pytest.param("agents_sdk", [*HF, f"{R}.mode=async"], id="framework, hf servers", marks=pytest.mark.slow),
+        pytest.param("agents_sdk", VLLM, id="framework, vllm servers", marks=NEEDS_VLLM),
     ],
 )
-@pytest.mark.parametrize("program", ["openai_client", "agents_sdk"])
 def test_a_program_is_trained_as_it_is(
     program: str,
     generation: list[str],
