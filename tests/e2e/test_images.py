@@ -18,6 +18,13 @@ from verl.errors import ConfigError
 pytestmark = pytest.mark.e2e
 
 
+COLOUR_REWARD = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """1 for the colour's letter, a little for another colour's, so that a random policy finds the letters."""
+    return 1.0 if solution_str == ground_truth else 0.1 if solution_str in "rgb" and solution_str else 0.0
+'''
+
+
 def write_rows(path: Path, count: int, seed: int) -> None:
     """Squares of three colours and several sizes; every fourth row has two of them, every fifth none."""
     rng = random.Random(seed)
@@ -101,6 +108,48 @@ def test_served_generation_gives_the_same_numbers(
     (served,) = run_training(*short, "actor_rollout_ref.rollout.mode=async")
     for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "response_length/mean"):
         assert served["data"][name] == pytest.approx(reference["data"][name], rel=1e-5), name
+
+
+def test_a_policy_learns_to_look(
+    tmp_path: Path, squares: list[str], run_training: Callable[..., list[dict[str, Any]]]
+) -> None:
+    """The colour is in the image alone: without seeing it a third of the answers are right at most."""
+    rng = random.Random(0)
+    for name, count in (("train", 64), ("val", 30)):
+        rows = []
+        for _ in range(count):
+            colour = rng.choice(list(COLOURS))
+            size = (rng.choice((8, 16)), 8)
+            rows.append(
+                {
+                    "data_source": "colours",
+                    "prompt": [{"role": "user", "content": "<image>"}],
+                    "images": [png(square(COLOURS[colour], *size))],
+                    "reward_model": {"style": "rule", "ground_truth": colour[0]},
+                }
+            )
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
+    (tmp_path / "reward.py").write_text(COLOUR_REWARD)
+    rows = run_training(
+        *squares,
+        f"data.train_files={tmp_path}/train.parquet",
+        f"data.val_files={tmp_path}/val.parquet",
+        f"custom_reward_function.path={tmp_path}/reward.py",
+        "data.train_batch_size=32",
+        "data.max_response_length=1",
+        "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "actor_rollout_ref.actor.use_kl_loss=False",
+        "actor_rollout_ref.actor.optim.lr=5e-3",
+        "actor_rollout_ref.actor.entropy_coeff=0.1",  # or one letter wins before the images matter
+        "trainer.controller=local",
+        "trainer.total_training_steps=90",
+        "trainer.test_freq=90",
+    )
+    scores = [row["data"]["critic/score/mean"] for row in rows]
+    assert scores[0] < 0.1
+    assert sum(scores[-5:]) / 5 > 0.8, scores
+    assert rows[-1]["data"]["val-core/colours/reward/mean@1"] > 0.8
 
 
 REFUSED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,13 @@ from verl.workers.rollout.vllm_settings import engine_arguments
 
 
 def arguments(
-    *, device: str = "cpu", ranks: int = 1, on_node: int = 1, model: ModelConfig | None = None, **rollout: Any
+    *,
+    device: str = "cpu",
+    ranks: int = 1,
+    on_node: int = 1,
+    model: ModelConfig | None = None,
+    images: bool = False,
+    **rollout: Any,
 ) -> dict[str, Any]:
     settings = {"name": "vllm", "prompt_length": 28, "response_length": 100, "max_num_seqs": 4, **rollout}
     return engine_arguments(
@@ -29,6 +36,7 @@ def arguments(
         dtype=torch.float32,
         world_size=ranks,
         local_world_size=on_node,
+        reads_images=images,
     )
 
 
@@ -50,6 +58,22 @@ def test_keys_become_arguments() -> None:
     assert got["logprobs_mode"] == "processed_logprobs"
     assert "kv_cache_memory_bytes" not in got
     assert arguments(device="cuda", free_cache_engine=False)["enable_sleep_mode"] is False
+
+
+def test_images_come_as_the_trainer_made_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    got = arguments(images=True)
+    assert (got["skip_tokenizer_init"], got["mm_device_do_normalize"], got["mm_processor_cache_gb"]) == (
+        False,
+        False,
+        0,
+    )
+    assert arguments()["skip_tokenizer_init"] is True
+    more = {"mm_processor_cache_gb": 1}
+    assert arguments(images=True, engine_kwargs=EngineKwargsConfig(vllm=more))["mm_processor_cache_gb"] == 1
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="only beside torchvision.*rollout.name=hf"):
+        arguments(images=True)
 
 
 def test_on_a_cpu_prompts_stay_whole_and_the_cache_fits_the_sequences() -> None:

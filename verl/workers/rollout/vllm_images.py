@@ -6,16 +6,27 @@ an image that many requests share is prepared once.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import numpy as np
 
+from verl.errors import ConfigError
 from verl.models.vision import ImageTokens, PromptImages
 from verl.workers.rollout.base import GenerationRequest
 
 
 def image_arguments() -> dict[str, Any]:
-    """Arguments of ``EngineArgs`` for a model that reads images; the user's own come on top."""
+    """Arguments of ``EngineArgs`` for a model that reads images; the user's own come on top.
+
+    Raises:
+        ConfigError: torchvision, without which vLLM has no such models, is missing.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        raise ConfigError(
+            "vLLM has models that read images only beside torchvision, which is not installed; install the one that "
+            "fits your torch, or set actor_rollout_ref.rollout.name=hf"
+        )
     return {
         "skip_tokenizer_init": False,  # vLLM's registry makes the model's processor, and that needs it
         "limit_mm_per_prompt": {"video": 0},
