@@ -8,8 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
+from tests.fixtures.vision import make_vision_model_dir
 from tests.workers.engine.ranks import run_ranks
 from tests.workers.engine.reference import (
     POLICY,
@@ -21,6 +27,7 @@ from tests.workers.engine.reference import (
     value_loss,
 )
 from verl import model_merger
+from verl.utils.tokenizer import load_processor
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.fsdp import FSDPEngine
 
@@ -75,6 +82,18 @@ def test_adapters_are_added_to_their_base(tiny_model_dir: str, tmp_path: Path) -
     for name, tensor in engine.named_tensors():
         torch.testing.assert_close(merged.get_parameter(name).data, tensor, rtol=0, atol=1e-7)
     assert model_merger.compare(tmp_path / "global_step_2", target) == len(list(merged.parameters()))
+
+
+def test_a_vision_language_model_keeps_its_processor(tmp_path: Path) -> None:
+    engine = make_engine(make_vision_model_dir(tmp_path / "model"))
+    train(engine)
+    engine.save(tmp_path / "actor", TRAINED)
+    target = model_merger.merge(tmp_path / "actor", tmp_path / "merged")
+    merged = AutoModelForImageTextToText.from_pretrained(target, dtype=torch.float32)
+    for name, tensor in engine.named_tensors():
+        torch.testing.assert_close(merged.get_parameter(name).data, tensor, rtol=0, atol=0)
+    assert model_merger.compare(tmp_path / "actor", target) == len(list(merged.parameters()))
+    assert load_processor(str(target)).image_processor.patch_size == 4
 
 
 def test_a_critic_is_merged_with_its_head(tiny_model_dir: str, tmp_path: Path) -> None:
