@@ -2,10 +2,10 @@
 
 The engine itself packs rows without padding (:mod:`verl.models.packing`) and runs Megatron-core's schedule over the
 micro-batches. The rest is in modules of one job each: ``megatron_parallel`` (process groups), ``megatron_families``
-(models), ``megatron_modules`` (their parts), ``megatron_bridge``, ``megatron_weights``, ``megatron_forms`` and
-``megatron_slices`` (Hugging Face weights), ``megatron_lora`` (adapters), ``megatron_outputs`` (from hidden states to
-log-probs), ``megatron_optim`` (optimizer), ``megatron_state`` (checkpoints), ``megatron_memory`` (off-loading) and, on
-machines without CUDA, ``megatron_cpu``.
+and ``megatron_model`` (models), ``megatron_modules`` (their parts), ``megatron_bridge``, ``megatron_weights``,
+``megatron_forms`` and ``megatron_slices`` (Hugging Face weights), ``megatron_lora`` (adapters), ``megatron_outputs``
+(from hidden states to log-probs), ``megatron_optim`` (optimizer), ``megatron_state`` (checkpoints),
+``megatron_memory`` (off-loading) and, on machines without CUDA, ``megatron_cpu``.
 """
 
 from __future__ import annotations
@@ -122,9 +122,8 @@ class MegatronEngine(TrainEngine):
         sizes = join_parallel_groups(config, self.device, self.seed if config.seed is None else config.seed)
         self.layout = current_layout()
         # only now: importing Megatron-core's modules on a machine without CUDA needs the adaptation
-        from verl.workers.engine import megatron_modules as parts
+        from verl.workers.engine import megatron_model
 
-        self._parts = parts
         self.hf_config = load_hf_config(self.model_config)
         self.flops = FlopsCounter.from_config(self.hf_config, head_outputs=None if self.head == "lm" else 1)
         self.share_prompts = not has_dropout(self.hf_config)
@@ -133,7 +132,7 @@ class MegatronEngine(TrainEngine):
         settings = model_settings(self.hf_config)
         outputs = self._head_outputs()
         with construction(self.device):
-            self.config = parts.transformer_config(
+            self.config = megatron_model.transformer_config(
                 settings,
                 config,
                 sizes,
@@ -141,7 +140,7 @@ class MegatronEngine(TrainEngine):
                 recompute=trained and self.model_config.enable_gradient_checkpointing,
             )
             self.chunks: list[Any] = list(
-                parts.build_chunks(
+                megatron_model.build_chunks(
                     settings,
                     self.config,
                     self.device,
@@ -157,7 +156,7 @@ class MegatronEngine(TrainEngine):
                 self.layout,
                 head=self.head,
                 outputs=outputs,
-                multiple_of=parts.VOCAB_MULTIPLE,
+                multiple_of=megatron_model.VOCAB_MULTIPLE,
                 grouped=self.config.moe_grouped_gemm,
             )
             self.optimizer: Any = None
@@ -385,12 +384,14 @@ class MegatronEngine(TrainEngine):
 
     def _micro_batch(self, rows: TensorDict, layout: RowLayout, tokens: int) -> _MicroBatch:
         """This rank's slice of the packed rows, padded to ``tokens`` in all."""
+        from verl.workers.engine.megatron_modules import PackedRows
+
         padding = tokens - layout.input_ids.shape[1]
         ids, positions = (
             torch.nn.functional.pad(x, (0, padding)).chunk(self.layout.sp_size, 1)[self.layout.sp_rank]
             for x in (layout.input_ids, layout.position_ids)
         )
-        packed = self._parts.PackedRows(plan=layout.plan, positions=positions[0])
+        packed = PackedRows(plan=layout.plan, positions=positions[0])
         if self.device.type != "cpu":
             rows = rows.to(self.device)
         return _MicroBatch(rows, layout, ids, packed)
