@@ -74,6 +74,8 @@ def test_ranks_that_share_rows_count_once_in_the_batch_arithmetic() -> None:
             "critic.megatron.tensor_model_parallel_size=2: differs from",
         ),
         (["actor_rollout_ref.model.use_remove_padding=False"], "always removes padding"),
+        (["actor_rollout_ref.model.enable_activation_offload=True"], "is for the FSDP2 engine"),
+        ([f"+{ACTOR}.megatron.override_ddp_config.overlap_grad_reduce=True"], "how Megatron-core keeps and reduces"),
         (
             [
                 "actor_rollout_ref.actor.strategy=fsdp",

@@ -185,6 +185,11 @@ UNSUPPORTED: Sequence[Unsupported] = (
         (True,),
     ),
     Unsupported(
+        "**.megatron.override_ddp_config.**",
+        "sets how Megatron-core keeps and reduces gradients, which this version chooses itself (float32, one buffer); "
+        "leave it out",
+    ),
+    Unsupported(
         "**.optim.optimizer_impl", "names a package of optimizers; leave it out, AdamW is torch's", ("torch.optim",)
     ),
     Unsupported(

@@ -8,6 +8,7 @@ from typing import Any
 
 from verl.config.base import Config, opt
 from verl.config.fsdp import DTYPE_SPELLINGS
+from verl.config.model import ModelConfig
 
 PARALLEL_SIZES = (
     "tensor_model_parallel_size",
@@ -72,15 +73,21 @@ class MegatronConfig(Config):
                 f"which is {self.dist_checkpointing_path!r}; give both or neither"
             )
 
-    def model_problems(self, where: str, packed: bool) -> Iterator[str]:
+    def model_problems(self, where: str, model: ModelConfig) -> Iterator[str]:
         """Yield why a model cannot run on this engine.
 
         Args:
             where: dotted path of its section.
-            packed: its ``use_remove_padding``.
+            model: the section.
         """
-        if not packed:
+        if not model.use_remove_padding:
             yield f"{where}.use_remove_padding=False: the Megatron engine always removes padding; leave it out"
+        if model.enable_activation_offload:
+            yield (
+                f"{where}.enable_activation_offload=True: is for the FSDP2 engine; with strategy=megatron leave it "
+                "out, and recompute activations (enable_gradient_checkpointing) or set fields of Megatron-core's own "
+                "off-loading in megatron.override_transformer_config"
+            )
 
     def world_problems(self, where: str, world: int) -> Iterator[str]:
         """Yield why the parallel sizes do not fit a number of ranks.

@@ -472,4 +472,4 @@ class PPOConfig(Config):
                     )
             model_key = f"{where if where in models else 'actor_rollout_ref'}.model"
             model = models.get(where, self.actor_rollout_ref.model)
-            yield from sizes.model_problems(model_key, model.use_remove_padding)
+            yield from sizes.model_problems(model_key, model)

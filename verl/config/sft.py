@@ -171,7 +171,7 @@ class FineTuningConfig(Config):
         yield from self.optim.engine_problems("optim", self.model.strategy)
         if self.model.strategy == "megatron":
             yield from self.model.megatron.world_problems("model.megatron", world)
-            yield from self.model.megatron.model_problems("model", self.model.use_remove_padding)
+            yield from self.model.megatron.model_problems("model", self.model)
         else:
             yield from self._fsdp_problems(world)
 

@@ -104,8 +104,9 @@ def two_ranks(rank: int, model_dir: str, work: str) -> None:
     small = policy_batch(vocab=60)
     for family in FAMILIES:
         ours.check_lora(f"{work}/{family}", reference(family), PARTS, small, tp=2)
+    ours.check_lora(f"{work}/deepseek_v3", reference("deepseek_v3"), PARTS, small, ep=2)
     with pytest.raises(ConfigError, match="q_prjo"):
-        ours.make_megatron_engine(model_dir, tp=2, model=LORA | {"target_modules": ["q_prjo"]})
+        ours.make_megatron_engine(f"{work}/deepseek_v3", ep=2, model=LORA | {"target_modules": ["q_prjo"]})
 
 
 def train(engine: Any) -> dict[str, float]:
