@@ -155,6 +155,12 @@ test-fast: $(STAMPS)/dev ## unit tests only: no process groups, no whole trainin
 chaos: $(STAMPS)/dev ## training runs killed again and again at random moments must end like one left alone (about half an hour)
 	@$(BIN)/python -m pytest -q -m "" tests/e2e/test_kill_anywhere.py
 
+MEGATRON_TESTS := $(wildcard tests/*/test_megatron*.py tests/*/*/test_megatron*.py)
+
+.PHONY: test-megatron
+test-megatron: $(STAMPS)/dev ## all tests of training on Megatron-core, those that take long too
+	@$(BIN)/python -m pytest -q -m "" $(MEGATRON_TESTS)
+
 VLLM_TESTS := tests/contracts/test_rollout_engine.py $(wildcard tests/workers/rollout/test_vllm*.py) tests/e2e/test_vllm.py \
   tests/e2e/test_programs.py
 #: weights of several ranks to an engine that has an environment of its own
