@@ -68,8 +68,8 @@ class HeldWeights:
             shard = self.shards[piece.weight]
             if not isinstance(shard, SlicedWeight):
                 found[piece.key] = local_part(shard.detach())
-            elif (piece.entry or 0) in shard.held:
-                found[piece.key] = shard.held[piece.entry or 0].tensor
+            elif (held := shard.held.get(piece.entry or 0)) is not None:
+                found[piece.key] = held.tensor
         return found
 
     def slices(self) -> Iterator[tuple[str, Tensor]]:
@@ -89,8 +89,7 @@ class HeldWeights:
         found = {}
         for piece in self.pieces:
             shard = self.shards[piece.weight]
-            if isinstance(shard, SlicedWeight) and (piece.entry or 0) in shard.held:
-                held = shard.held[piece.entry or 0]
+            if isinstance(shard, SlicedWeight) and (held := shard.held.get(piece.entry or 0)) is not None:
                 found[piece.key] = (tuple(held.tensor.shape), held.boxes)
         return found
 
