@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -242,14 +243,21 @@ def test_vllm_generates_like_the_merged_model(parallel: int, tmp_path: Path) -> 
 # ---- SGLang -----------------------------------------------------------------------------------------------------
 
 
-def _sglang(rank: int, path: str) -> None:
+def _sglang(rank: int, path: str, parallel: int) -> None:
     from verl.workers.rollout.sglang import SGLangRolloutEngine
 
+    # SGLang's own rule for its ranks on CPUs is one for each NUMA node
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1" if parallel == 2 else "0"
     engine = trained(path, tp=2)
-    settings = {"prompt_length": 28, "response_length": 36, "max_num_seqs": 8}
-    rollout = SGLangRolloutEngine(
-        ModelConfig(path=path), RolloutConfig(name="sglang", dtype="float32", **settings), device="cpu"
+    config = RolloutConfig(
+        name="sglang",
+        dtype="float32",
+        prompt_length=28,
+        response_length=36,
+        max_num_seqs=8,
+        tensor_model_parallel_size=parallel,
     )
+    rollout = SGLangRolloutEngine(ModelConfig(path=path), config, device="cpu")
     sync = make_sharding_manager("megatron", "sglang", engine, rollout, bucket_bytes=BUCKET, on_unchanged="error")
     for version in (0, 1):
         sync.sync(version)
@@ -262,5 +270,7 @@ def _sglang(rank: int, path: str) -> None:
 @pytest.mark.slow
 @pytest.mark.sglang
 @pytest.mark.skipif(bool(missing_package("sglang")), reason=missing_package("sglang") or "")
-def test_sglang_generates_like_the_merged_model(tmp_path: Path) -> None:
-    run_ranks(2, _sglang, make_tiny_model_dir(tmp_path / "served", hidden=64, heads=2, kv_heads=2))
+@pytest.mark.parametrize("parallel", [1, 2])  # a server for each rank, or one for both
+def test_sglang_generates_like_the_merged_model(parallel: int, tmp_path: Path) -> None:
+    path = make_tiny_model_dir(tmp_path / "served", hidden=64, heads=2, kv_heads=2)
+    run_ranks(2, _sglang, path, parallel)
