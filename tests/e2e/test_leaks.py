@@ -83,14 +83,17 @@ log = FileTracker.log
 
 def watched(self, data, step):
     gc.collect()
-    time.sleep(0.2)  # objects go a moment after their last reference
+    references = ray._private.worker.global_worker.core_worker.get_all_reference_counts()
     node = ray.nodes()[0]
-    store = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"]).store_stats
+    for _ in range(30):  # objects go a moment after their last reference
+        store = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"]).store_stats
+        if store.num_local_objects <= len(references):
+            break
+        time.sleep(0.1)
     titles = [(child, " ".join(child.cmdline())) for child in psutil.Process().children(recursive=True)]
     own = tuple("ray::" + name for name in {RAYS_OWN})
     workers = [child for child, title in titles if title.startswith("ray::") and not title.startswith(own)]
     assert len(workers) == 2, titles
-    references = ray._private.worker.global_worker.core_worker.get_all_reference_counts()
     held = {{
         "store_bytes": store.object_store_bytes_used,
         "store_objects": store.num_local_objects,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.chaos import RunningTrainer, metrics_by_step, steps_logged
+from tests.e2e.conftest import merge_overrides
 from tests.e2e.test_servers import samples
 from verl.errors import LostProcessError
 
@@ -87,3 +92,26 @@ def test_without_restarts_the_second_death_ends_the_run(run_training: Run, tmp_p
             f"{R}.agent.agent_loop_config_path={tmp_path}/loops.yaml",
             f"{R}.agent.num_workers=1",
         )
+
+
+@pytest.mark.slow
+def test_a_worker_of_two_that_stops_is_named_and_replaced(
+    run_training: Run, base_overrides: list[str], tmp_path: Path
+) -> None:
+    """It is not dead, and nothing but a time limit tells that it will not answer."""
+    keys = ["trainer.save_freq=1", "trainer.total_training_steps=3"]
+    expected = run_training(*keys, "trainer.controller=local")
+    two = ["trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=2", "trainer.max_restarts=1"]
+    limited = merge_overrides(base_overrides, keys, two, ["trainer.worker_timeout_s=45"])
+    directory = tmp_path / "stuck"
+    with RunningTrainer(limited, directory) as run:
+        assert run.wait_until(lambda: steps_logged(directory) and len(run.workers()) == 2)
+        os.kill(run.workers()[1], signal.SIGSTOP)
+        assert run.finish(timeout_s=250) == 0, run.text()[-3000:]
+        text = run.text()
+    assert re.search(r"no result from ranks \[[01]\] within 45 s; they still run", text), text[-3000:]
+    assert "restart 1 of trainer.max_restarts=1" in text
+    records = metrics_by_step(directory)
+    for row in expected:
+        for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm"):
+            assert records[row["step"]][name] == pytest.approx(row["data"][name], rel=1e-5, abs=1e-6)

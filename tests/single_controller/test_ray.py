@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
 import warnings
@@ -434,6 +435,15 @@ class TestFailures:
     def test_a_time_limit(self, trouble):
         with pytest.raises(WorkerError, match=r"no result from ranks \[0, 1\] within 0.5 s; they still run"):
             trouble.fail.options(timeout_s=0.5)(5, 3.0, "raise")
+        assert trouble.fine() == [0, 1]
+
+    def test_a_long_wait_says_for_whom(self, trouble, caplog, monkeypatch):
+        monkeypatch.setattr("verl.single_controller.ray.base.REPORT_S", 0.3)
+        monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
+        with caplog.at_level(logging.WARNING, logger="verl"), pytest.raises(WorkerError, match="within 1 s"):
+            trouble.fail.options(timeout_s=1.0)(5, 2.0, "raise")
+        reports = [record for record in caplog.messages if "ranks [0, 1] are in fail() for 0:0" in record]
+        assert len(reports) >= 2
         assert trouble.fine() == [0, 1]
 
     def test_failures_of_futures(self, trouble):
