@@ -105,6 +105,10 @@ def two_ranks(rank: int, model_dir: str, work: str) -> None:
     for family in FAMILIES:
         ours.check_lora(f"{work}/{family}", reference(family), PARTS, small, tp=2)
     ours.check_lora(f"{work}/deepseek_v3", reference("deepseek_v3"), PARTS, small, ep=2)
+    with pytest.raises(ConfigError, match="shared experts with adapters"):
+        ours.make_megatron_engine(
+            f"{work}/deepseek_v3", ep=2, model=LORA, override_transformer_config={"moe_shared_expert_overlap": True}
+        )
     with pytest.raises(ConfigError, match="q_prjo"):
         ours.make_megatron_engine(f"{work}/deepseek_v3", ep=2, model=LORA | {"target_modules": ["q_prjo"]})
 

@@ -135,6 +135,12 @@ def add_adapters(
     shell, prefix = hugging_face_shell(config, head)
     sizes = {name: (m.out_features, m.in_features) for name, m in choose_layers(shell, settings, prefix).items()}
     adapters = _adapter_table(bridge, settings, sizes)
+    overlaps = getattr(bridge.chunks[0].config, "moe_shared_expert_overlap", False)
+    if overlaps and any(".shared_experts." in name for name in adapters):  # its layers get their tokens another way
+        raise ConfigError(
+            "megatron.override_transformer_config.moe_shared_expert_overlap=True: shared experts with adapters do not "
+            "overlap with others; leave it out, or add shared_experts' layers to model.exclude_modules"
+        )
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (outputs, inputs) in sizes.items():
         shapes |= {f"{name}.lora_A": (settings.rank, inputs), f"{name}.lora_B": (outputs, settings.rank)}
