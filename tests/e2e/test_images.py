@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from tests.e2e.test_equivalence import comparable
 from tests.fixtures.vision import COLOURS, make_vision_model_dir, png, square
+from tests.workers.rollout.helpers import missing_package
 from verl.errors import ConfigError
 
 pytestmark = pytest.mark.e2e
@@ -108,6 +110,31 @@ def test_served_generation_gives_the_same_numbers(
     (served,) = run_training(*short, "actor_rollout_ref.rollout.mode=async")
     for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "response_length/mean"):
         assert served["data"][name] == pytest.approx(reference["data"][name], rel=1e-5), name
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(
+    bool(missing_package("vllm")) or importlib.util.find_spec("torchvision") is None,
+    reason="vLLM reads images beside torchvision alone",
+)
+@pytest.mark.usefixtures("ray_local")
+def test_vllm_generates_on_one_and_two_ranks(
+    tmp_path: Path, squares: list[str], run_training: Callable[..., list[dict[str, Any]]]
+) -> None:
+    model = make_vision_model_dir(tmp_path / "model", hidden=64, heads=2, vision_width=32)  # sizes that vLLM serves
+    settings = [
+        *squares,
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.max_num_seqs=16",
+        "trainer.total_training_steps=2",
+    ]
+    one = run_training(*settings, "trainer.controller=local")
+    two = run_training(*settings, "trainer.n_gpus_per_node=2")
+    for expected, actual in zip(one, two, strict=True):
+        assert expected["data"]["training/rollout_probs_diff_max"] < 1e-5
+        for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean"):
+            assert actual["data"][name] == pytest.approx(expected["data"][name], rel=1e-4, abs=1e-6), name
 
 
 def test_a_policy_learns_to_look(
