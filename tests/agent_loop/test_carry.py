@@ -255,6 +255,37 @@ def test_a_loop_that_hides_that_it_was_stopped_is_stopped_all_the_same() -> None
             assert trajectory.unfinished
 
 
+def test_a_loop_that_does_not_end_when_stopped_is_left_to_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stubborn(AgentLoopBase):
+        async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+            while True:
+                try:
+                    await asyncio.sleep(60)
+                except asyncio.CancelledError:
+                    if not monkeypatched:  # the end of the event loop is respected
+                        raise
+
+    AGENT_LOOPS._items.pop("stubborn", None)
+    register("stubborn")(Stubborn)
+    monkeypatched = [True]
+    monkeypatch.setattr("verl.agent_loop.carry._GRACE_S", 0.2)
+    rows = [*rows_of(1, agent_name="stubborn"), *rows_of(1)]
+
+    async def run() -> list[Trajectory]:
+        got = await single_turns().run(rows, Ticking(), cut=CutOff([False] * 2, 1, 1))
+        monkeypatched.clear()
+        return got
+
+    started = time.monotonic()
+    stubborn, other = asyncio.run(run())
+    assert time.monotonic() - started < 10
+    assert stubborn.unfinished == []
+    assert other.unfinished is None
+    assert "it is left to itself" in caplog.text
+
+
 def test_two_generations_at_the_same_time_are_both_kept() -> None:
     class Twice(AgentLoopBase):
         async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:

@@ -160,9 +160,16 @@ class CutOff:
                 len(self._in_flight),
                 _GRACE_S,
             )
-        for tape, task in list(self._running.values()):
+        cancelled: dict[asyncio.Future[Any], Tape] = {}
+        for tape, task in self._running.values():
             if task.cancel():
                 tape.stopped = True
+                cancelled[task] = tape
+        if cancelled:
+            _, hanging = await asyncio.wait(cancelled, timeout=_GRACE_S)
+            for task in hanging:
+                logger.warning("a trajectory goes on %g s after it was stopped; it is left to itself", _GRACE_S)
+                cancelled[task].given_up.set_result(None)
 
 
 class Tape:
@@ -176,10 +183,12 @@ class Tape:
 
     Attributes:
         stopped: the trajectory was stopped before its end.
+        given_up: done when it does not end although it was stopped.
     """
 
     def __init__(self, generator: StoppableGenerator, takes: Sequence[Take], cut: CutOff, trace: Trace) -> None:
         self.stopped = False
+        self.given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._takes = {take.place: take for take in takes}
         self._generator = generator
         self._cut = cut

@@ -217,9 +217,10 @@ class AgentLoopRunner:
             cut.began(number, tape, task)
         limit = self.config.agent.timeout_s
         try:
-            done, _ = await asyncio.wait({task}, timeout=limit)
+            ends: set[asyncio.Future[Any]] = {task} if tape is None else {task, tape.given_up}
+            done, _ = await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
             if done and tape is not None and tape.stopped:
-                _ = task.cancelled() or task.exception()  # which is only the echo
+                _ = not task.done() or task.cancelled() or task.exception()  # which is only the echo
                 return replace(self._without_result(spec, row), unfinished=tape.takes)
             if done:
                 outputs = task.result()

@@ -67,7 +67,8 @@ def apply_kl_penalty(
     coefficient = kl_ctrl.value
     batch["token_level_rewards"] = keep_masked(batch["token_level_scores"] - coefficient * kl, mask)
     mean_kl = float(masked_mean(kl.double(), mask))
-    kl_ctrl.update(current_kl=mean_kl, n_steps=len(data))
+    samples = int(batch["last_row"].sum()) if "last_row" in batch else len(data)
+    kl_ctrl.update(current_kl=mean_kl, n_steps=samples)
     return data, {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coefficient}
 
 
