@@ -122,7 +122,7 @@ def test_workers_and_the_object_store_hold_no_more_after_many_steps(
         "trainer.n_gpus_per_node=2",
         f"trainer.total_training_steps={steps}",
         "trainer.total_epochs=100",
-        "trainer.save_freq=5",
+        f"trainer.save_freq={steps // 5}",
         "trainer.max_ckpt_to_keep=1",
         "actor_rollout_ref.actor.checkpoint.async_save=True",
         "actor_rollout_ref.actor.use_kl_loss=True",
@@ -144,5 +144,7 @@ def test_workers_and_the_object_store_hold_no_more_after_many_steps(
         assert least(late, name) <= least(early, name), name
     # what the last batch takes depends on the lengths of its responses
     assert least(late, "store_bytes") <= max(records[step]["held/store_bytes"] for step in early)
-    if steps >= 50:  # before, allocators have not reached their sizes
-        assert least(late, "resident") <= least(early, "resident") + (6 << 20)
+    if steps >= 50:
+        # two processes of 540 MB whose allocators still grow: without saves by 2 MB here and by 2 MB more in the next
+        # hundred steps; each thread that writes a checkpoint may get a part of the heap of its own
+        assert least(late, "resident") <= least(early, "resident") + (10 << 20)
