@@ -35,7 +35,6 @@ _FREE = frozenset(
         "overlap_cpu_optimizer_d2h_h2d",
         "pin_cpu_grads",
         "pin_cpu_params",
-        "reuse_grad_buf_for_mxfp8_param_ag",
         "store_param_remainders",
         "use_precision_aware_optimizer",
         "use_torch_optimizer_for_cpu_offload",
