@@ -286,6 +286,15 @@ def test_a_loop_that_does_not_end_when_stopped_is_left_to_itself(
     assert "it is left to itself" in caplog.text
 
 
+def test_requests_that_cannot_be_ended_are_an_error() -> None:
+    class Unstoppable(Ticking):
+        async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+            raise RolloutError("the server is gone")
+
+    with pytest.raises(RolloutError, match="the server is gone"):
+        asyncio.run(single_turns().run(rows_of(8), Unstoppable(), cut=CutOff([False] * 8, 1, 1)))
+
+
 def test_two_generations_at_the_same_time_are_both_kept() -> None:
     class Twice(AgentLoopBase):
         async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:

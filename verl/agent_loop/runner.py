@@ -132,8 +132,8 @@ class AgentLoopRunner:
                 *(one(number, row, spec) for number, (row, spec) in enumerate(zip(rows, specs, strict=True)))
             )
         finally:
-            if stopping is not None:
-                stopping.cancel()
+            if stopping is not None and not stopping.cancel():
+                stopping.result()  # stopping may have failed
         idle = meter.idle_fraction()
         for trajectory in ended:
             trajectory.info["engine_idle_fraction"] = idle
