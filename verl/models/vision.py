@@ -240,33 +240,34 @@ def check_patches(images: PromptImages, tokens: ImageTokens) -> None:
         )
 
 
-def embed(
-    backbone: Any, tokens: ImageTokens, input_ids: Tensor, images: ImageInputs | None, *, always: bool = True
-) -> Tensor:
+def embed(backbone: Any, tokens: ImageTokens, input_ids: Tensor, images: ImageInputs | None) -> Tensor:
     """Input embeddings with the features of images at their places.
+
+    Without images the vision tower runs all the same, and changes nothing. Where it is sharded, parameters are gathered
+    and gradients reduced by all ranks together: one whose rows have no image must take part, or the others wait for
+    ever.
 
     Args:
         backbone: the Transformers model without its head.
         tokens: how it reads images.
         input_ids: (B, S).
         images: what to put where; None for text alone.
-        always: run the vision tower without images too. Where it is sharded, parameters are gathered and gradients
-            reduced by all ranks together: one whose rows have no image must take part, or the others wait for ever.
 
     Returns:
         (B, S, H) embeddings.
     """
     embeds: Tensor = backbone.get_input_embeddings()(input_ids)
     if images is None:
-        if not always:
-            return embeds
         pixels = torch.zeros(tokens.merge**2, tokens.patch_values, device=input_ids.device)
         grid = torch.tensor([[1, tokens.merge, tokens.merge]], device=input_ids.device)
-        features = torch.cat(backbone.get_image_features(pixels, grid, return_dict=True).pooler_output)
+        features = _features(backbone, pixels, grid)
         never = torch.zeros((), dtype=torch.bool, device=embeds.device)
         return embeds + torch.where(never, features.sum().to(embeds.dtype), embeds.new_zeros(()))
-    features = torch.cat(
-        backbone.get_image_features(images.pixel_values, images.grid_thw, return_dict=True).pooler_output
-    )
     flat = embeds.flatten(0, 1)
-    return flat.index_copy(0, images.index, features.to(flat.dtype)).view_as(embeds)
+    features = _features(backbone, images.pixel_values, images.grid_thw).to(flat.dtype)
+    return flat.index_copy(0, images.index, features).view_as(embeds)
+
+
+def _features(backbone: Any, pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
+    """(M, H) features of all images, in order."""
+    return torch.cat(backbone.get_image_features(pixel_values, grid_thw, return_dict=True).pooler_output)
