@@ -36,6 +36,16 @@ def test_the_preset_chooses_the_engine_and_roles_share_its_sizes() -> None:
     assert config.reward_model.megatron.tensor_model_parallel_size == 2
 
 
+def test_the_reference_is_built_as_the_policy_and_a_critic_may_be_another_model() -> None:
+    layers = {"num_layers_in_first_pipeline_stage": 2}
+    config = load(
+        f"{ACTOR}.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=2",
+        "algorithm.adv_estimator=gae",
+    )
+    assert config.actor_rollout_ref.ref.megatron.override_transformer_config == layers
+    assert config.critic.megatron.override_transformer_config == {}
+
+
 def test_the_optimizer_of_a_megatron_model_takes_fields_of_its_own() -> None:
     config = load(f"{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload=True", "algorithm.adv_estimator=gae")
     assert config.actor_rollout_ref.actor.optim.override_optimizer_config == {"optimizer_cpu_offload": True}

@@ -116,6 +116,9 @@ class PPOConfig(Config):
         correction, loss = self.algorithm.rollout_correction, self.actor_rollout_ref.actor.policy_loss
         if loss.loss_mode == "vanilla" and correction.bypass_mode and (correction.corrects or not correction.clips):
             loss.loss_mode = "bypass_mode"
+        actor, ref = self.actor_rollout_ref.actor.megatron, self.actor_rollout_ref.ref.megatron
+        if not ref.override_transformer_config:  # the same model; a free section does not inherit by itself
+            ref.override_transformer_config = dict(actor.override_transformer_config)
         return sizes_per_gpu(self, _OVER_ALL_RANKS, self.trainer.world_size, self._ranks_per_row)
 
     def _role(self, section: str) -> ActorConfig | RefConfig | CriticConfig | RewardModelConfig:

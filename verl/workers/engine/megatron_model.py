@@ -207,8 +207,14 @@ def _block_spec(
     """The layers of one piece of the model; those with experts differ from those without."""
     backend = _backend(device)
     norm = ZeroCenteredNorm if settings.zero_centered_norm else Norm
-    first = get_transformer_layer_offset(config, vp_stage=stage)
-    count = get_num_layers_to_build(config, vp_stage=stage)
+    try:
+        first = get_transformer_layer_offset(config, vp_stage=stage)
+        count = get_num_layers_to_build(config, vp_stage=stage)
+    except AssertionError as error:
+        raise ConfigError(
+            f"the {config.num_layers} layers of the model do not divide over the stages ({error}); give this role's "
+            "megatron.override_transformer_config.num_layers_in_first_pipeline_stage (or ..._last_...)"
+        ) from error
     layers = []
     for layer in range(first, first + count):
         experts = bool(settings.moe_layers) and settings.moe_layers[layer]
