@@ -5,6 +5,7 @@ Environment first: OpenMP reads its thread count when torch is imported, and the
 
 from __future__ import annotations
 
+import logging
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -37,6 +38,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _plain_logger() -> Iterator[None]:
+    """Every test finds the ``verl`` logger as importing leaves it, whatever program ran in this process before."""
+    logger = logging.getLogger("verl")
+
+    def reset() -> None:
+        logger.handlers.clear()
+        logger.propagate = True
+        logger.setLevel(logging.NOTSET)
+
+    reset()
+    yield
+    reset()
 
 
 @pytest.fixture(scope="session")

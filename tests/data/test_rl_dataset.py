@@ -125,7 +125,6 @@ def test_too_long_prompt_is_an_error_that_names_row_and_remedy(tmp_path: Path) -
 
 def test_filtering_logs_the_count_and_keeps_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [row(text) for text in ("1", "123456789", "12345", "123456")]
-    logging.getLogger("verl").propagate = True
     with caplog.at_level(logging.INFO, logger="verl"):
         data = dataset(tmp_path, rows, filter_overlong_prompts=True)
     assert [data[i]["raw_prompt"][0]["content"] for i in range(len(data))] == ["1", "12345"]

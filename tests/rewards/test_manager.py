@@ -180,7 +180,6 @@ def test_missing_fields_are_named() -> None:
 
 
 def test_examples_are_logged_per_source(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("verl").propagate = True
     function = by_text({"a": 1.0, "b": 0.0, "c": 0.0})
     with caplog.at_level(logging.INFO, logger="verl"):
         NaiveRewardManager(TOKENIZER, 2, function)(batch(["a", "b", "c"]))

@@ -439,7 +439,6 @@ class TestFailures:
 
     def test_a_long_wait_says_for_whom(self, trouble, caplog, monkeypatch):
         monkeypatch.setattr("verl.single_controller.ray.base.REPORT_S", 0.3)
-        monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
         with caplog.at_level(logging.WARNING, logger="verl"), pytest.raises(WorkerError, match="within 1 s"):
             trouble.fail.options(timeout_s=1.0)(5, 2.0, "raise")
         reports = [record for record in caplog.messages if "ranks [0, 1] are in fail() for 0:0" in record]

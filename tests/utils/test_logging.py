@@ -5,21 +5,11 @@ from __future__ import annotations
 import io
 import logging
 import re
-from collections.abc import Iterator
 
 import pytest
 
 from verl.errors import ConfigError
 from verl.utils.logging import redact, setup_logging
-
-
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    logger = logging.getLogger("verl")
-    before = (logger.handlers[:], logger.level, logger.propagate)
-    yield
-    logger.handlers[:], logger.propagate = before[0], before[2]
-    logger.setLevel(before[1])
 
 
 def test_a_line_has_time_level_role_and_rank(monkeypatch: pytest.MonkeyPatch) -> None:

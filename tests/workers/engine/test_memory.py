@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -41,11 +40,10 @@ def limited(engine: FSDPEngine, rows: int) -> FSDPEngine:
 
 @pytest.mark.parametrize("micro", [MicroBatching(), MicroBatching(size=4), MicroBatching(max_tokens=80)])
 def test_the_numbers_are_those_of_enough_memory(
-    tiny_model_dir: str, micro: MicroBatching, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tiny_model_dir: str, micro: MicroBatching, caplog: pytest.LogCaptureFixture
 ) -> None:
     batch = policy_batch()
     whole, short = make_engine(tiny_model_dir), limited(make_engine(tiny_model_dir), rows=2)
-    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
     for engine in (whole, short):
         engine.forward(batch, LOG_PROBS, micro=micro, temperature=TEMPERATURE)
     for step in range(2):

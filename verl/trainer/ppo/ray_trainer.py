@@ -210,7 +210,8 @@ class RayPPOTrainer:
         """
         started: dict[str, StartedCall] = {}
         if self.config.algorithm.rollout_correction.bypass_mode:
-            batch = batch.union(DataProto.from_dict({"old_log_probs": batch.batch["rollout_log_probs"]}))
+            with timer("old_log_prob"):
+                batch = batch.union(DataProto.from_dict({"old_log_probs": batch.batch["rollout_log_probs"]}))
         elif not self.config.actor_rollout_ref.actor.skip_old_log_prob:  # there the update gives them
             with timer("old_log_prob"):
                 started["old_log_prob"] = self.actor_rollout.compute_log_prob.start(stage_batch(batch, "log_prob"))
