@@ -74,8 +74,10 @@ def ray_local() -> Iterator[None]:
     """A local Ray of 8 logical CPUs and no GPU, started once."""
     import ray
 
+    from verl.single_controller.ray.session import start_ray
+
     if not ray.is_initialized():
-        ray.init(
+        start_ray(
             num_cpus=8,
             num_gpus=0,
             include_dashboard=False,

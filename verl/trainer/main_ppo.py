@@ -317,11 +317,13 @@ def ray_session(config: PPOConfig) -> Iterator[None]:
     """Ray for the time of the run; a Ray that was running before is left running."""
     import ray
 
+    from verl.single_controller.ray.session import start_ray
+
     started_here = not ray.is_initialized()
     if started_here:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         defaults = {"include_dashboard": False, "log_to_driver": True, "logging_level": "ERROR"}
-        ray.init(**{**defaults, **config.ray_kwargs.ray_init})
+        start_ray(**{**defaults, **config.ray_kwargs.ray_init})
     try:
         yield
     finally:
