@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from abc import abstractmethod
+from typing import ClassVar
 
 from verl.tools.parsers.base import (
     BracketedParser,
@@ -72,8 +74,24 @@ def _json_values(text: str) -> list[ToolCall | BrokenCall]:
     return calls or [BrokenCall("there is no call behind the tag")]
 
 
+class _SeparatedParser(BracketedParser):
+    """For formats with a mark between a call's name and its arguments, and marks around all calls."""
+
+    SEPARATOR: ClassVar[str]
+
+    def call(self, body: str) -> ToolCall | BrokenCall:
+        head, found, rest = body.partition(self.SEPARATOR)
+        if not found:
+            return BrokenCall(f"a call needs {self.SEPARATOR} between the name and the arguments")
+        return self.parts(head, rest)
+
+    @abstractmethod
+    def parts(self, head: str, rest: str) -> ToolCall | BrokenCall:
+        """The call of what stands before and behind the mark."""
+
+
 @register_parser("deepseek")
-class DeepSeekParser(BracketedParser):
+class DeepSeekParser(_SeparatedParser):
     """``<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`` (V3.1), or ``function<｜tool▁sep｜>name``
     and a fenced JSON block (V3, R1), within ``<｜tool▁calls▁begin｜>`` and ``<｜tool▁calls▁end｜>``.
     """
@@ -83,18 +101,15 @@ class DeepSeekParser(BracketedParser):
     openings = (BEGIN, OPEN)
     marks = (BEGIN, END, OPEN, CLOSE, SEPARATOR)
 
-    def call(self, body: str) -> ToolCall | BrokenCall:
-        kind, found, rest = body.partition(self.SEPARATOR)
-        if not found:
-            return BrokenCall(f"a call needs {self.SEPARATOR} between the name and the arguments")
+    def parts(self, head: str, rest: str) -> ToolCall | BrokenCall:
         fenced = re.fullmatch(r"\s*(\S+)\s*```(?:json)?\s*(.*?)\s*```\s*", rest, re.DOTALL)
-        if fenced and kind.strip() == "function":
+        if fenced and head.strip() == "function":
             return call_of(fenced[1], fenced[2])
-        return call_of(kind, rest)
+        return call_of(head, rest)
 
 
 @register_parser("kimi")
-class KimiParser(BracketedParser):
+class KimiParser(_SeparatedParser):
     """``<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`` within
     ``<|tool_calls_section_begin|>`` and ``<|tool_calls_section_end|>``; of Kimi K2.
     """
@@ -104,8 +119,5 @@ class KimiParser(BracketedParser):
     openings = (BEGIN, OPEN)
     marks = (BEGIN, END, OPEN, CLOSE, SEPARATOR)
 
-    def call(self, body: str) -> ToolCall | BrokenCall:
-        name, found, arguments = body.partition(self.SEPARATOR)
-        if not found:
-            return BrokenCall(f"a call needs {self.SEPARATOR} between the name and the arguments")
-        return call_of(re.sub(r":\d+$", "", name.strip()).removeprefix("functions."), arguments)
+    def parts(self, head: str, rest: str) -> ToolCall | BrokenCall:
+        return call_of(re.sub(r":\d+$", "", head.strip()).removeprefix("functions."), rest)

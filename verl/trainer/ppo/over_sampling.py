@@ -75,18 +75,17 @@ class OverSamplingSource(SyncSource):
             not in the batch ``over_sampling/stopped`` samples that were cut off, ``over_sampling/dropped`` and
             ``over_sampling/carried`` samples, and ``over_sampling/carried_tokens`` sampled so far.
         """
-        self._calls = self._calls + 1 if step == self._step else 0
         self._begun = self._begun if step == self._step else 0
-        self._step = step
+        prefix = self._count_call(step)
         with timer("gen"):
-            started = self._begin(step)
+            started = self._begin(step, prefix)
             rows, results = self._generate(step)
             batch, numbers = self._take(step, rows, results)
         with timer("reward"):
             metrics = self.score(batch)
         return batch, metrics | {"over_sampling/started": float(started)} | numbers
 
-    def _begin(self, step: int) -> int:
+    def _begin(self, step: int, prefix: str) -> int:
         """Add groups until there are ``in_progress``; returns how many are new."""
         missing = self.in_progress - (0 if self._rows is None else len(self._rows) // self.n)
         if missing <= 0:
@@ -98,7 +97,6 @@ class OverSamplingSource(SyncSource):
         prompts = join(drawn)
         rest = prompts.slice(missing)
         self._prompts = rest if len(rest) else None
-        prefix = f"{step}.{self._calls}" if self._calls else f"{step}"
         rows = with_samples(prompts.slice(0, missing), self.n, uid_prefix=prefix)
         rows.batch["sample_index"] += self._begun
         rows.batch["born_step"] = torch.full((len(rows),), step)

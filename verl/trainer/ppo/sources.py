@@ -133,12 +133,11 @@ class SyncSource:
 
     def next_batch(self, step: int, timer: StepTimer) -> tuple[DataProto, dict[str, float]]:
         """Draw prompts, starting the next epoch when this one is used up; generate and score their responses."""
-        self._calls = self._calls + 1 if step == self._step else 0
-        self._step = step
+        prefix = self._count_call(step)
         with timer("gen"):
             self.epoch = self.dataloader.epoch
             prompts = DataProto.from_single_dict(self._next_rows())
-            batch = with_samples(prompts, self.n, uid_prefix=f"{step}.{self._calls}" if self._calls else f"{step}")
+            batch = with_samples(prompts, self.n, uid_prefix=prefix)
             samples = len(batch)
             if self.greedy_baselines:
                 batch = _with_greedy(batch, prompts)
@@ -149,6 +148,12 @@ class SyncSource:
             if self.greedy_baselines:
                 batch = _with_baselines(batch, samples, self.n)
         return batch, metrics
+
+    def _count_call(self, step: int) -> str:
+        """Count a batch of the step; returns what the names of its groups begin with."""
+        self._calls = self._calls + 1 if step == self._step else 0
+        self._step = step
+        return f"{step}.{self._calls}" if self._calls else f"{step}"
 
     def _next_rows(self) -> dict[str, Any]:
         for _ in range(2):
