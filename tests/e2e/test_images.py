@@ -179,6 +179,69 @@ def test_a_policy_learns_to_look(
     assert rows[-1]["data"]["val-core/colours/reward/mean@1"] > 0.8
 
 
+PPO = ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "critic.ppo_mini_batch_size=4"]
+PPO_CUTS = [
+    ["trainer.n_gpus_per_node=2", "critic.model.use_remove_padding=False", "critic.ppo_micro_batch_size_per_gpu=1"],
+    [
+        "trainer.controller=local",
+        "critic.model.enable_gradient_checkpointing=True",
+        "critic.use_dynamic_bsz=True",
+        "critic.ppo_max_token_len_per_gpu=96",
+    ],
+]
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_ppo_gives_the_same_numbers_however_its_critic_is_cut(
+    squares: list[str], run_training: Callable[..., list[dict[str, Any]]]
+) -> None:
+    reference = run_training(*squares, *PPO, "trainer.controller=local")
+    assert reference[-1]["data"]["critic/grad_norm"] > 0
+    for cut in PPO_CUTS:
+        rows = run_training(*squares, *PPO, *cut)
+        for expected, actual in zip(reference, rows, strict=True):
+            assert comparable(actual) == pytest.approx(comparable(expected), rel=1e-5, abs=1e-6), (cut, actual["step"])
+
+
+def test_a_critic_learns_to_look(
+    tmp_path: Path, squares: list[str], run_training: Callable[..., list[dict[str, Any]]]
+) -> None:
+    """The reward is a number that only the image tells: values that do not depend on it explain nothing."""
+    rng = random.Random(0)
+    rows = []
+    for _ in range(64):
+        colour = rng.choice(list(COLOURS))
+        rows.append(
+            {
+                "data_source": "colours",
+                "prompt": [{"role": "user", "content": "<image>"}],
+                "images": [png(square(COLOURS[colour], 8, 8))],
+                "reward_model": {"style": "rule", "ground_truth": str(list(COLOURS).index(colour))},
+            }
+        )
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, **_):\n    return float(ground_truth)\n"
+    )
+    metrics = run_training(
+        *squares,
+        *PPO,
+        f"data.train_files={tmp_path}/train.parquet",
+        f"custom_reward_function.path={tmp_path}/reward.py",
+        "data.train_batch_size=32",
+        "data.max_response_length=2",
+        "actor_rollout_ref.rollout.n=1",
+        "actor_rollout_ref.actor.use_kl_loss=False",
+        "critic.ppo_mini_batch_size=8",
+        "critic.optim.lr=3e-3",
+        "trainer.controller=local",
+        "trainer.total_training_steps=40",
+    )
+    explained = [row["data"]["critic/vf_explained_var"] for row in metrics]
+    assert explained[0] < 0.1
+    assert sum(explained[-5:]) / 5 > 0.8, explained
+
+
 REFUSED = {
     "actor.strategy=megatron": (["actor_rollout_ref.actor.strategy=megatron"], "strategy=megatron: trains on text"),
     "sequence parallelism": (
@@ -187,7 +250,6 @@ REFUSED = {
     ),
     "sglang": (["actor_rollout_ref.rollout.name=sglang"], "rollout.name=sglang: is not given images"),
     "agents": (["actor_rollout_ref.rollout.multi_turn.enable=True"], "agent loops read text alone"),
-    "critic": (["algorithm.adv_estimator=gae"], "critic: a value model of a vision-language model"),
 }
 
 
@@ -197,3 +259,10 @@ def test_refused_at_start_up(name: str, squares: list[str], run_training: Callab
     with pytest.raises(ConfigError, match="the data has prompts with images") as caught:
         run_training(*squares, *wrong)
     assert words in str(caught.value)
+
+
+def test_a_critic_that_reads_no_images_is_refused(
+    squares: list[str], tiny_model_dir: str, run_training: Callable[..., list[dict[str, Any]]]
+) -> None:
+    with pytest.raises(ConfigError, match=r"critic\.model\.path=.*images of a 'qwen2' model are not read here"):
+        run_training(*squares, *PPO, f"critic.model.path={tiny_model_dir}")

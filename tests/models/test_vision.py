@@ -13,7 +13,16 @@ from transformers import AutoModelForImageTextToText
 from tests.models.families import make_config
 from tests.models.family_checks import close, save_model
 from tests.models.images import IMAGE, example_rows, image_batch, image_prompt, make_images, model_arguments, pad_rows
-from tests.workers.engine.reference import LOG_PROBS, POLICY, TEMPERATURE, make_engine, policy_loss, run_reference
+from tests.workers.engine.reference import (
+    LOG_PROBS,
+    POLICY,
+    TEMPERATURE,
+    VALUES,
+    make_engine,
+    policy_loss,
+    run_reference,
+    value_loss,
+)
 from verl.errors import ConfigError, DataError
 from verl.models.packing import build_layout
 from verl.models.vision import ImageTokens, PromptImages, prompt_images
@@ -117,6 +126,37 @@ def test_every_cut_gives_the_same_numbers(path: str, packed: bool, micro: MicroB
     close(metrics.values_by_name(), {"loss": want["loss"][0], "grad_norm": want["grad_norm"][0]})
     for name, parameter in engine.named_tensors():  # of Adam's first step, which has the size of lr for any gradient
         torch.testing.assert_close(parameter, want["params"][0][name], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_values_see_the_images(path: str, packed: bool, tmp_path: Path) -> None:
+    """A critic of a vision-language model, trained a step, is Transformers' backbone with a linear head."""
+    batch, images = image_batch()
+    engine = make_engine(path, head="value", packed=packed)
+    for _ in range(2):  # the head begins at zero, and only then do gradients reach the backbone
+        metrics = engine.train_batch(batch, value_loss, want=VALUES, micro=MicroBatching(max_tokens=64))
+    assert metrics.values_by_name()["grad_norm"] > 0
+    got = engine.forward(batch, VALUES, micro=MicroBatching(size=2))["values"]
+    tensors = dict(engine.named_tensors())
+    model = AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager")
+    unread = model.model.load_state_dict(
+        {name.removeprefix("model."): value for name, value in tensors.items() if not name.startswith("score.")}
+    )
+    assert not unread.missing_keys
+    width = batch["response_mask"].shape[1]
+    for row, shown in enumerate(images):
+        real = batch["attention_mask"][row].bool()
+        ids = batch["input_ids"][row][real][None]
+        count = int(real[-width:].sum())
+        with torch.no_grad():
+            states = model.model(input_ids=ids, **model_arguments(ids, shown)).last_hidden_state[0]
+        want = states[-count - 1 : -1] @ tensors["score.weight"][0] + tensors["score.bias"][0]
+        mask = batch["response_mask"][row, :count].bool()
+        torch.testing.assert_close(got[row, :count][mask], want[mask], rtol=1e-5, atol=1e-5)
+    assert abs(got[0, 0] - got[2, 0]) > 1e-3  # the same text with another image
+    engine.save(tmp_path, frozenset({"hf_model"}))
+    again = make_engine(str(tmp_path / "huggingface"), head="value", trained=False)
+    torch.testing.assert_close(again.forward(batch, VALUES, micro=WHOLE)["values"], got, rtol=1e-5, atol=1e-5)
 
 
 def test_a_sampled_placeholder_is_text(path: str) -> None:

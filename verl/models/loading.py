@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import GenericForTokenClassification
 from transformers.utils import logging as hf_logging
 
@@ -290,6 +291,11 @@ def _token_classification_class(config: PreTrainedConfig) -> type[PreTrainedMode
     name = backbone.__name__.removesuffix("Model") + "ForTokenClassification"
     # "config" is annotated so that Transformers sees this family's config class, not the one of a multi-modal parent.
     space = {"config": None, "__annotations__": {"config": type(config)}, "config_class": type(config)}
+    # files of some families name tensors differently from the modules, in the way of their language model
+    language_model = language_model_class(config)._model_mapping.get(type(config), None)
+    renamed = get_checkpoint_conversion_mapping(getattr(language_model, "__name__", ""))
+    if renamed is not None:
+        register_checkpoint_conversion_mapping(name, renamed, overwrite=True)
     return type(name, (GenericForTokenClassification, family), space)
 
 
