@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections import Counter
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 DETACHED_NAMESPACE = "verl"
 #: seconds to wait, after one rank failed, for the failure that may have caused it on another
 GRACE_S = 1.0
+#: seconds after which the results that are there are looked at, though others are still missing
+LOOK_S = 1.0
 #: seconds of waiting after which, again and again, the log says for whom
 REPORT_S = 600.0
 #: types that cost nothing to send to every rank separately
@@ -336,37 +339,47 @@ class _Sender:
 def _wait(
     references: Sequence[Any], ranks: Mapping[Any, int], role: str, method: str, timeout_s: float | None
 ) -> list[Any]:
-    """Values of ``references``; raises as soon as anything among ``ranks`` or ``references`` fails."""
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    """Values of ``references``; raises soon after anything among ``ranks`` or ``references`` failed."""
+    started = time.monotonic()
+    deadline = math.inf if timeout_s is None else started + timeout_s
+    report = started + REPORT_S
     needed = set(references)
     pending = list(dict.fromkeys([*references, *ranks]))
     values: dict[Any, Any] = {}
-    started = time.monotonic()
     while needed - values.keys():
-        left = REPORT_S if deadline is None else max(0.0, deadline - time.monotonic())
-        ready, _ = ray.wait(pending, num_returns=1, timeout=min(left, REPORT_S))
-        if not ready:
-            late = sorted(ranks.get(reference, -1) for reference in pending)
-            if deadline is not None and time.monotonic() >= deadline:
-                raise WorkerError(
-                    role, late[0], method, f"no result from ranks {late} within {timeout_s:.3g} s; they still run"
-                )
-            waited = format_duration(time.monotonic() - started)
-            logger.warning("%s: ranks %s are in %s() for %s now", role, late, method, waited)
-            continue
-        ready, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
-        failures = {}
-        for reference in ready:
-            try:
-                value = ray.get(reference)
-            except RayError as error:
-                failures[reference] = error
-            else:
-                if reference in needed:
-                    values[reference] = value
+        # for all that is needed, so that this process, which shares cores with workers, wakes when there is work
+        count = len(needed.intersection(pending))
+        patience = min(LOOK_S, min(deadline, report) - time.monotonic())
+        ready, pending = ray.wait(pending, num_returns=count, timeout=max(0.0, patience))
+        got, failures = _read(ready)
+        values.update(got)
         if failures:
             raise _first_cause(failures, pending, ranks, role, method) from None
+        now = time.monotonic()
+        if now < min(deadline, report) or not needed - values.keys():
+            continue
+        late = sorted(ranks.get(reference, -1) for reference in pending)
+        if now >= deadline:
+            raise WorkerError(
+                role, late[0], method, f"no result from ranks {late} within {timeout_s:.3g} s; they still run"
+            )
+        logger.warning("%s: ranks %s are in %s() for %s now", role, late, method, format_duration(now - started))
+        report = now + REPORT_S
     return [values[reference] for reference in references]
+
+
+def _read(ready: Sequence[Any]) -> tuple[dict[Any, Any], dict[Any, RayError]]:
+    """Values and errors of finished calls."""
+    try:
+        return dict(zip(ready, ray.get(list(ready)), strict=True)), {}  # at once: half the cost of one by one
+    except RayError:
+        values, failures = {}, {}
+    for reference in ready:
+        try:
+            values[reference] = ray.get(reference)
+        except RayError as error:
+            failures[reference] = error
+    return values, failures
 
 
 def _first_cause(
@@ -376,11 +389,7 @@ def _first_cause(
     stuck: list[Any] = []
     if pending and not any(isinstance(error, RayActorError) for error in failures.values()):
         late, stuck = ray.wait(list(pending), num_returns=len(pending), timeout=GRACE_S)
-        for reference in late:
-            try:
-                ray.get(reference)
-            except RayError as error:
-                failures[reference] = error
+        failures.update(_read(late)[1])
     chosen = next((ref for ref, error in failures.items() if isinstance(error, RayActorError)), next(iter(failures)))
     main = _as_worker_error(failures.pop(chosen), role, ranks.get(chosen, -1), method)
     if failures:
