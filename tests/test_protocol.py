@@ -547,6 +547,15 @@ class TestPickles:
         back = pickle.loads(stream, buffers=buffers)
         assert back.batch["x"].data_ptr() == data.batch["x"].data_ptr()
 
+    def test_whole_numbers_travel_narrow(self):
+        mask = torch.ones(100, 100, dtype=torch.int64)
+        data = DataProto.from_dict({"mask": mask, "ids": mask * 150_000, "same": mask})
+        stream = pickle.dumps(data, protocol=5)
+        assert len(stream) < 10_000 + 40_000 + 2000  # a byte and four; the mask once
+        back = pickle.loads(stream)
+        assert all(torch.equal(back.batch[name], tensor) for name, tensor in data.batch.items())
+        assert back.batch["ids"].dtype == torch.int64
+
     def test_read_only_buffers_are_copied_once_so_that_writers_are_safe(self):
         data = DataProto.from_dict({"x": torch.arange(4.0)}, {"n": np.arange(4), "o": [np.arange(2)] * 4})
         buffers: list[pickle.PickleBuffer] = []

@@ -40,7 +40,7 @@ class Correction:
     Attributes:
         weights: ``(B, R)`` float32 factors of the token losses, 0 outside the mask; None = no weights.
         accepted: ``(B, R)`` bool, the response tokens that take part in the update; None = all.
-        metrics: numbers by name, without prefix.
+        metrics: numbers about the two by name, without prefix; see also :func:`mismatch_metrics`.
     """
 
     weights: Tensor | None
@@ -201,11 +201,12 @@ def mismatch_metrics(train_log_prob: Tensor, rollout_log_prob: Tensor, response_
     rows = mask.any(-1)
     per_row = masked_mean(log_ratio, mask, dim=-1)[rows]
     train, rollout = (masked_mean(x.detach().double(), mask, dim=-1)[rows] for x in (train_log_prob, rollout_log_prob))
-    bounded = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    by_token = log_ratio[mask]
+    bounded = by_token.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return {
-        "kl": float(-masked_mean(log_ratio, mask)),
-        "k3_kl": float(masked_mean(bounded.exp() - bounded - 1, mask)),
-        "log_prob_abs_diff": float(masked_mean(log_ratio.abs(), mask)),
+        "kl": float(-by_token.mean()),
+        "k3_kl": float((bounded.exp() - bounded - 1).mean()),
+        "log_prob_abs_diff": float(by_token.abs().mean()),
         "training_ppl": float((-train).exp().mean()),
         "rollout_ppl": float((-rollout).exp().mean()),
         "ppl_ratio": float((-per_row).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().mean()),
@@ -271,7 +272,7 @@ def rejection_metrics(
 def correct_rollout(
     train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, config: Any = None
 ) -> Correction:
-    """Weights, accepted tokens and diagnostics of a whole batch, as configured.
+    """Weights and accepted tokens of a whole batch, as configured.
 
     Rejection comes first, so that normalised weights have mean 1 over what is trained on.
 
@@ -287,9 +288,11 @@ def correct_rollout(
         veto = setting(config, "rollout_token_veto_threshold", None)
         upper = setting(config, "rollout_is_threshold", 2.0)
         lower = setting(config, "rollout_is_threshold_lower", 1.0 / upper)
+        if level is None and rejection is None and veto is None:
+            return Correction(None, None, {})
         mask = response_mask.bool()
         log_ratio = log_ratios(train_log_prob, rollout_log_prob, mask)
-        metrics = mismatch_metrics(train_log_prob, rollout_log_prob, mask)
+        metrics: dict[str, float] = {}
 
         accepted = None
         if rejection is not None or veto is not None:

@@ -8,7 +8,8 @@ gives the tensor back.
 Arrays that come out of the object store are read-only views of shared memory. Torch has no read-only tensors, and a
 write would change what other processes read, so a read-only buffer is copied once when it is unpickled: one
 ``memcpy`` in the process that is going to use the data, and everything that arrives may be written to. Buffers that
-arrive writable (in a plain pickle, for example) are used as they are.
+arrive writable (in a plain pickle, for example) are used as they are. Whole numbers of a batch travel in the smallest
+type that holds them.
 
 What is not preserved: devices (tensors arrive on CPU), gradients and the sharing of storage between two tensors.
 """
@@ -174,5 +175,13 @@ def _pack_tensordict(tensordict: TensorDictBase, memo: _Memo) -> Any:
     values = dict(tensordict.items())
     if not all(isinstance(value, torch.Tensor | TensorDict) for value in values.values()):
         return tensordict  # non-tensor leaves know better how to pickle themselves
-    packed = {name: _pack(value, memo) for name, value in values.items()}
+    packed = {name: _pack_field(value, memo) for name, value in values.items()}
     return Carrier(_tensordict_of, (packed, tuple(tensordict.batch_size)))
+
+
+def _pack_field(value: torch.Tensor | TensorDict, memo: _Memo) -> Any:
+    """A tensor of a batch, which is large as a rule: narrowed."""
+    if type(value) is not torch.Tensor or id(value) in memo:
+        return _pack(value, memo)
+    memo[id(value)] = (value, compact(value))
+    return memo[id(value)][1]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from verl.algorithms.correction import correct_rollout
+from verl.algorithms.correction import correct_rollout, mismatch_metrics
 from verl.algorithms.kl import KLController
 from verl.algorithms.registry import get_adv_estimator_fn, make_state
 from verl.checkpoint.manager import CheckpointManager
@@ -227,7 +227,7 @@ class RayPPOTrainer:
         return batch
 
     def correct_rollout(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
-        """Compare policy and rollout; add ``rollout_is_weights`` and ``rollout_accepted`` (B,R) where configured."""
+        """Add ``rollout_is_weights`` and ``rollout_accepted`` (B,R) where configured."""
         config, tensors = self.config.algorithm.rollout_correction, batch.batch
         if config.bypass_mode or "old_log_probs" not in tensors:
             return batch
@@ -239,7 +239,6 @@ class RayPPOTrainer:
         if correction.accepted is not None:
             tensors["rollout_accepted"] = correction.accepted
         metrics.update({f"rollout_corr/{name}": value for name, value in correction.metrics.items()})
-        self.mismatch.look(batch, correction.metrics.get("log_prob_abs_diff", 0.0), step=self.step)
         return batch
 
     def shape_rewards(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
@@ -341,7 +340,17 @@ class RayPPOTrainer:
         balance = seqlen_balance_metrics(lengths[drawn].tolist(), [part.tolist() for part in places])
         if self.config.algorithm.rollout_correction.bypass_mode:  # nothing else to compare the rollout's with
             batch = _without(batch, "rollout_log_probs")
-        return progress | balance | compute_data_metrics(batch, use_critic=self.critic is not None)
+        mismatch = self.compare_rollout(batch)
+        return progress | balance | mismatch | compute_data_metrics(batch, use_critic=self.critic is not None)
+
+    def compare_rollout(self, batch: DataProto) -> dict[str, float]:
+        """How far the rollout's log-probabilities are from the policy's; warns when it is too far."""
+        tensors = batch.batch
+        if "old_log_probs" not in tensors or "rollout_log_probs" not in tensors:
+            return {}
+        found = mismatch_metrics(tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"])
+        self.mismatch.look(batch, found.get("log_prob_abs_diff", 0.0), step=self.step)
+        return {f"rollout_corr/{name}": value for name, value in found.items()}
 
     def report_memory(self) -> None:
         """Log once what the models need of memory: predicted from the configuration, and measured in this step."""
