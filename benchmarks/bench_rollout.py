@@ -1,10 +1,10 @@
 """How much faster the rollout engines are than Transformers' ``generate``, on one CPU thread.
 
 All sample the same number of tokens from the same random model in the same process; CPU seconds are compared, the
-best of several alternating repeats. The last line is JSON: the ratios are ``generate`` / engine. vLLM needs its own
-environment (``make install-vllm``) and heads of a size that it serves.
+best of several alternating repeats. The last line is JSON: the ratios are ``generate`` / engine. vLLM and SGLang need
+their own environments (``make install-vllm``, ``make install-sglang``) and heads of a size that they serve.
 
-    python benchmarks/bench_rollout.py [--repeats 5] [--case small]
+    python benchmarks/bench_rollout.py [--repeats 5] [--case small] [--plot rollout.png]
     .venv-vllm/bin/python benchmarks/bench_rollout.py --engine hf --engine vllm --case medium
 """
 
@@ -18,11 +18,13 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from plots import saved_figure
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from verl.config import ModelConfig, RolloutConfig
@@ -165,12 +167,28 @@ def bench(case: Case, repeats: int, names: Sequence[str]) -> dict[str, float]:
     return {key: round(value, 4) for key, value in result.items()}
 
 
+def draw(results: dict[str, dict[str, float]], path: Path) -> None:
+    """How many times as fast as ``generate`` every engine is, case by case."""
+    names = [key for key in next(iter(results.values())) if key.endswith("ratio")]
+    with saved_figure(path, size=(6.0, 1.0 + 0.4 * len(results) * len(names))) as (axis,):
+        for number, name in enumerate(names):
+            rows = [row + 0.8 * number / len(names) for row in range(len(results))]
+            label = name.removesuffix("_ratio") if name != "ratio" else "hf"
+            axis.barh(rows, [result[name] for result in results.values()], height=0.8 / len(names), label=label)
+        axis.axvline(1.0, color="black", linewidth=0.8)
+        axis.set_yticks(range(len(results)), list(results))
+        axis.invert_yaxis()
+        axis.set_xlabel("tokens per CPU-second, as multiple of Transformers' generate")
+        axis.legend(fontsize=7)
+
+
 def main() -> None:
     """Parse the command line, run, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--case", action="append", choices=sorted(CASES))
-    parser.add_argument("--engine", action="append", choices=("hf", "vllm"))
+    parser.add_argument("--engine", action="append", choices=("hf", "vllm", "sglang"))
+    parser.add_argument("--plot", type=Path, help="write a bar chart")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     engines = arguments.engine or ["hf"]
@@ -178,6 +196,8 @@ def main() -> None:
     for name, result in results.items():
         ratios = "  ".join(f"{key} {value:.2f}x" for key, value in result.items() if key.endswith("ratio"))
         print(f"{name:14s} {ratios}  {result}")
+    if arguments.plot:
+        draw(results, arguments.plot)
     print(json.dumps({"benchmark": "rollout", **results}))
 
 

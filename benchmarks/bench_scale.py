@@ -30,6 +30,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 import numpy as np
 import ray
 import torch
+from plots import saved_figure
 
 from verl import DataProto
 from verl.algorithms.kl import FixedKLController
@@ -237,26 +238,20 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
 
 def plot(path: Path, series: dict[str, list[dict[str, Any]]]) -> None:
     """One panel for each size that was changed: milliseconds of a step by phase."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(series), figsize=(4 * len(series), 3.5), sharey=True, squeeze=False)
-    for axis, (name, results) in zip(axes[0], series.items(), strict=True):
-        places = range(len(results))
-        bottom = np.zeros(len(results))
-        for phase in PHASES:
-            heights = np.array([result[f"{phase}_ms"] for result in results])
-            axis.bar(places, heights, bottom=bottom, label=phase)
-            bottom += heights
-        axis.plot(places, [result["step_ms"] for result in results], "k.", label="whole step")
-        axis.set_xticks(list(places), [str(result[name]) for result in results])
-        axis.set_xlabel(name)
-    axes[0][0].set_ylabel("overhead of a step, ms")
-    axes[0][-1].legend(fontsize="x-small")
-    figure.tight_layout()
-    figure.savefig(path)
+    with saved_figure(path, len(series), (4.0, 3.5)) as axes:
+        for axis, (name, results) in zip(axes, series.items(), strict=True):
+            places = range(len(results))
+            bottom = np.zeros(len(results))
+            for phase in PHASES:
+                heights = np.array([result[f"{phase}_ms"] for result in results])
+                axis.bar(places, heights, bottom=bottom, label=phase)
+                bottom += heights
+            axis.plot(places, [result["step_ms"] for result in results], "k.", label="whole step")
+            axis.set_ylim(0, 1.1 * max(result["step_ms"] for group in series.values() for result in group))
+            axis.set_xticks(list(places), [str(result[name]) for result in results])
+            axis.set_xlabel(name)
+        axes[0].set_ylabel("overhead of a step, ms")
+        axes[-1].legend(fontsize="x-small")
 
 
 def main() -> None:

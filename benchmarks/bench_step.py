@@ -29,6 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from plots import saved_figure
 from step.workload import PRECISIONS, REPOSITORY, Workload, make_medium, make_small, make_smollm2
 
 PHASES = ("generate", "log_probs", "update", "sync")
@@ -188,24 +189,16 @@ def ratios(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """Stacked bars of the CPU-seconds per 1,000 completion tokens of every side."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(6, 3))
-    for row, side in enumerate(results.values()):
-        left = 0.0
-        for number, phase in enumerate((*PHASES, "other")):
-            width = side["phases_cpu_s"].get(phase, 0.0) / side["tokens_per_step"] * 1000
-            axis.barh(row, width, left=left, color=f"C{number}", label=phase if row == 0 else None)
-            left += width
-    axis.set_yticks(range(len(results)), list(results))
-    axis.set_xlabel("CPU-seconds per 1,000 completion tokens")
-    axis.legend(ncols=5, fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with saved_figure(path) as (axis,):
+        for row, side in enumerate(results.values()):
+            left = 0.0
+            for number, phase in enumerate((*PHASES, "other")):
+                width = side["phases_cpu_s"].get(phase, 0.0) / side["tokens_per_step"] * 1000
+                axis.barh(row, width, left=left, color=f"C{number}", label=phase if row == 0 else None)
+                left += width
+        axis.set_yticks(range(len(results)), list(results))
+        axis.set_xlabel("CPU-seconds per 1,000 completion tokens")
+        axis.legend(ncols=5, fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ Four gloo ranks really move a Llama-shaped model from tensor parallel 4 to 2 and
 each way alternating with the plain all-gather of the whole model, so that a busy machine slows both alike. A simulation
 plans the same for 1,024 ranks and a 70B model. Transports between processes are timed on the same weights.
 
-    python benchmarks/bench_sync.py [--megabytes 64] [--bucket-megabytes 4] [--rounds 5]
+    python benchmarks/bench_sync.py [--megabytes 64] [--bucket-megabytes 4] [--rounds 5] [--plot sync.png]
 
 Bytes are per rank (the largest of the ranks). ``extra_rss`` is the growth of the process's resident memory at its peak
 beyond the shards that it had. Prints one JSON line, last.
@@ -30,6 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from plots import saved_figure
 from torch import Tensor
 
 from verl.utils.distributed import destroy_process_group, free_port, init_process_group
@@ -354,11 +355,35 @@ def simulate() -> dict[str, Any]:
     return found
 
 
+def draw(cases: dict[str, Any], simulated: dict[str, Any], path: Path) -> None:
+    """Bytes that a rank receives, and its peak, against HybridFlow's formula and a plain all-gather."""
+    real = {name: case["received_over_formula"] for name, case in cases.items()}
+    gathers = {name: real[name] / case["received_over_all_gather"] for name, case in cases.items()}
+    planned = {name: case for name, case in simulated.items() if isinstance(case, dict)}
+    with saved_figure(path, 2, (6.5, 3.5)) as (moved, peaks):
+        rows = range(len(real))
+        moved.barh([row - 0.2 for row in rows], list(real.values()), 0.4, label="moved")
+        moved.barh([row + 0.2 for row in rows], list(gathers.values()), 0.4, label="all-gather")
+        moved.axvline(1.0, color="black", linewidth=0.8)
+        moved.set_yticks(rows, list(real))
+        moved.set_xlabel(f"bytes per rank, as multiple of HybridFlow's formula; {RANKS} ranks")
+        rows = range(len(planned))
+        peaks.barh([row - 0.2 for row in rows], [case["peak_gb"] for case in planned.values()], 0.4, label="peak")
+        gathered = [case["all_gather_peak_gb"] for case in planned.values()]
+        peaks.barh([row + 0.2 for row in rows], gathered, 0.4, label="all-gather")
+        peaks.set_yticks(rows, list(planned), fontsize=7)
+        peaks.set_xlabel("planned peak of a rank in GB; 1,024 ranks, 70B")
+        for axis in (moved, peaks):
+            axis.invert_yaxis()
+            axis.legend(fontsize=7)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=64, help="size of the model that is really moved")
     parser.add_argument("--bucket-megabytes", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--plot", type=Path, help="write a bar chart")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank_main, (free_port(), options, folder), nprocs=RANKS)
@@ -378,6 +403,8 @@ def main() -> None:
                 f"{case['formula_gb']}, all-gather {case['all_gather_gb']}; peak {case['peak_gb']} GB, all-gather "
                 f"{case['all_gather_peak_gb']}"
             )
+    if options.plot:
+        draw(result["cases"], simulated, options.plot)
     print(json.dumps({"benchmark": "sync", "ranks": RANKS, **result, "simulation_1024_ranks_70b": simulated}))
 
 

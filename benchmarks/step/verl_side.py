@@ -73,28 +73,36 @@ def command_line(work: Workload) -> list[str]:
 
 
 class Timed:
-    """A worker group whose calls are timed as phases of the step."""
+    """A local worker group whose calls are timed as phases of the step."""
 
     def __init__(self, group: Any, reporter: Reporter) -> None:
         self._group = group
         self._reporter = reporter
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._group, name)
-        if name not in PHASES:
-            return value
+        method = getattr(self._group, name)
+        return TimedMethod(method, PHASES[name], self._reporter) if name in PHASES else method
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self._reporter.phase(PHASES[name]):
-                result = value(*args, **kwargs)
-            if name == "generate_sequences":
-                batch = result.batch
-                tokens = int(batch["response_mask"].sum())
-                total = int(batch["attention_mask"].sum())
-                self._reporter.add(tokens=tokens, prompt_tokens=total - tokens, rows=len(result))
-            return result
 
-        return call
+class TimedMethod:
+    """A method of a group; it computes when it is called or started, for there is one process."""
+
+    def __init__(self, method: Any, phase: str, reporter: Reporter) -> None:
+        self._method = method
+        self._phase = phase
+        self._reporter = reporter
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._reporter.phase(self._phase):
+            result = self._method(*args, **kwargs)
+        if self._phase == "generate":
+            tokens, total = (int(result.batch[name].sum()) for name in ("response_mask", "attention_mask"))
+            self._reporter.add(tokens=tokens, prompt_tokens=total - tokens, rows=len(result))
+        return result
+
+    def start(self, *args: Any, **kwargs: Any) -> Any:
+        with self._reporter.phase(self._phase):
+            return self._method.start(*args, **kwargs)
 
 
 class StepTracker:
@@ -133,7 +141,7 @@ def main() -> None:
     runner.reporter = reporter
     trainer = runner.build_trainer()
     timed: Any = Timed(trainer.actor_rollout, reporter)
-    trainer.actor_rollout = timed
+    trainer.actor_rollout = trainer.rollout = timed
     trainer.source.rollout = timed  # type: ignore[attr-defined]
     reporter.wait()
     trainer.fit()
