@@ -1,9 +1,12 @@
 """What a checkpoint costs a training step: written at once, and in the background.
 
-    python benchmarks/bench_checkpoint.py --hidden 512 --layers 8
+    OMP_NUM_THREADS=1 python benchmarks/bench_checkpoint.py
 
-Trains a random model, saves every few steps in each of the two ways, and compares how long saving held up the training
-loop: the call that saves, and what the steps beside a background save take longer. Prints one JSON line, last.
+Trains a random model and saves it in turn in both ways, as a run does: staged, written, checksums, one rename, with
+undisturbed steps between them. Compares how long a save holds up the training: a save at once altogether; a save in
+the background by the call that copies the state, and by what the steps beside it take longer than undisturbed ones.
+Wall-clock figures need idle cores; processor time of the training thread tells on any machine how far its own
+instructions were slowed down. Prints a line per save, and one JSON line, last.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "qu
 import torch
 from tiny_model import save_tiny_model
 
+from verl.checkpoint import CheckpointManager
+from verl.checkpoint.manager import StagedCheckpoint
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
+from verl.utils.background import BackgroundTask
 from verl.utils.fs import directory_bytes, format_bytes
 from verl.utils.metrics import MetricSet, msum
 from verl.workers.engine.base import MicroBatching
@@ -30,6 +37,7 @@ from verl.workers.engine.fsdp import FSDPEngine
 
 CONTENTS = frozenset({"model", "optimizer", "extra"})
 WANT = frozenset({"log_probs"})
+PART = "actor"
 
 
 def loss(outputs: Any, rows: Any, info: Any) -> tuple[torch.Tensor, MetricSet]:
@@ -43,63 +51,128 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=3, help="steps between two saves")
-    parser.add_argument("--saves", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=6, help="undisturbed steps before each save")
+    parser.add_argument("--saves", type=int, default=8, help="of each kind; one more is made to warm up")
+    parser.add_argument("--directory", type=Path, help="where to write; default: the directory for temporary files")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as work:
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as work:
         print(json.dumps(measure(arguments, Path(work))))
 
 
-def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
-    save_tiny_model(work / "model", hidden=arguments.hidden, layers=arguments.layers, heads=8, kv_heads=4, seed=0)
-    engine = FSDPEngine(
-        ModelConfig(path=str(work / "model"), enable_gradient_checkpointing=False),
-        FSDPConfig(),
-        OptimConfig(lr=1e-4),
-        device="cpu",
-    )
-    engine.build()
-    ids = torch.randint(5, 100, (arguments.rows, arguments.length))
-    batch = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "position_ids": torch.arange(arguments.length).expand_as(ids),
-        "response_mask": torch.ones_like(ids[:, 1:]),
-    }
+class Training:
+    """A random model and one batch; what it does is timed in wall-clock and processor seconds."""
 
-    def step() -> float:
+    def __init__(self, arguments: argparse.Namespace, work: Path) -> None:
+        save_tiny_model(work / "model", hidden=arguments.hidden, layers=arguments.layers, heads=8, kv_heads=4, seed=0)
+        self.engine = FSDPEngine(
+            ModelConfig(path=str(work / "model"), enable_gradient_checkpointing=False),
+            FSDPConfig(),
+            OptimConfig(lr=1e-4),
+            device="cpu",
+        )
+        self.engine.build()
+        ids = torch.randint(5, 100, (arguments.rows, arguments.length))
+        self.batch = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "position_ids": torch.arange(arguments.length).expand_as(ids),
+            "response_mask": torch.ones_like(ids[:, 1:]),
+        }
+        self.manager = CheckpointManager(work / "checkpoints", max_ckpt_to_keep=1)
+        self.saves = 0
+
+    def steps(self, count: int) -> list[Step]:
+        return [self.step() for _ in range(count)]
+
+    def step(self) -> Step:
+        wall, thread = time.perf_counter(), time.thread_time()
+        self.engine.train_batch(self.batch, loss, want=WANT, micro=MicroBatching())
+        return Step(time.perf_counter() - wall, time.thread_time() - thread)
+
+    def save_at_once(self) -> float:
+        """Seconds that the training stands still."""
         started = time.perf_counter()
-        engine.train_batch(batch, loss, want=WANT, micro=MicroBatching())
+        staged = self._begin()
+        self.engine.save(staged.path / PART, CONTENTS)
+        staged.commit()
         return time.perf_counter() - started
 
-    for _ in range(2):
-        step()
-    plain, at_once, copying, beside, writing = [], [], [], [], []
-    for save in range(arguments.saves):
-        plain += [step() for _ in range(arguments.steps)]
-        started = time.perf_counter()
-        engine.save(work / f"sync{save}", CONTENTS)
-        at_once.append(time.perf_counter() - started)
-        started = time.perf_counter()
-        task = engine.start_save(work / f"async{save}", CONTENTS)
-        copying.append(time.perf_counter() - started)
-        while not task.done():
-            beside.append(step())
-        writing.append(time.perf_counter() - started)
-    usual = statistics.median(plain)
-    slower = sum(seconds - usual for seconds in beside) / arguments.saves
-    result = {
-        "checkpoint": format_bytes(directory_bytes(work / "sync0")),
-        "step_s": round(usual, 3),
-        "synchronous_save_s": round(statistics.median(at_once), 3),
-        "background_copy_s": round(statistics.median(copying), 4),
-        "background_write_s": round(statistics.median(writing), 3),
-        "slower_steps_per_save_s": round(slower, 3),
+    def save_in_background(self) -> BackgroundSave:
+        """Save, and train until the checkpoint is there."""
+        started, processor = time.perf_counter(), time.process_time()
+        staged = self._begin()
+        write = self.engine.start_save(staged.path / PART, CONTENTS)
+        call = time.perf_counter() - started
+        beside = []
+        while not write.done():
+            beside.append(self.step())
+        commit = BackgroundTask(staged.commit)
+        while not commit.done():
+            beside.append(self.step())
+        others = time.process_time() - processor - call - sum(step.processor for step in beside)
+        return BackgroundSave(call, time.perf_counter() - started, others, beside)
+
+    def _begin(self) -> StagedCheckpoint:
+        self.saves += 1
+        return self.manager.begin(self.saves)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds on the clock, and of the processor in the thread that trains."""
+
+    wall: float
+    processor: float
+
+
+@dataclass(frozen=True)
+class BackgroundSave:
+    """Seconds: of the call, until the checkpoint is complete, of processors in other threads; the steps meanwhile."""
+
+    call: float
+    until_complete: float
+    other_threads: float
+    beside: list[Step]
+
+    def __str__(self) -> str:
+        return f"call {self.call:.3f} s, complete after {self.until_complete:.2f} s and {len(self.beside)} steps"
+
+    def lost(self, plain: list[Step], kind: str) -> float:
+        """What the steps took longer than the median of undisturbed ones."""
+        usual = statistics.median(getattr(step, kind) for step in plain)
+        return sum(getattr(step, kind) - usual for step in self.beside)
+
+
+def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+    training = Training(arguments, work)
+    training.steps(3)
+    first = (training.save_at_once(), training.save_in_background())[1]
+    at_once, background, lost, lost_processor = [], [], [], []
+    for number in range(1, arguments.saves + 1):
+        plain = training.steps(arguments.steps)
+        at_once.append(training.save_at_once())
+        plain += training.steps(arguments.steps)
+        background.append(training.save_in_background())
+        plain += training.steps(arguments.steps)  # what drifts is the same before and after
+        lost.append(background[-1].lost(plain, "wall"))
+        lost_processor.append(background[-1].lost(plain, "processor"))
+        print(f"save {number}: at once {at_once[-1]:.3f} s; {background[-1]}, which lost {lost[-1]:.3f} s")
+    whole = statistics.mean(at_once)
+    call, slower = statistics.mean(save.call for save in background), statistics.mean(lost)
+    return {
+        "checkpoint": format_bytes(directory_bytes(training.manager.step_dir(training.saves))),
+        "step_s": round(statistics.median(step.wall for step in plain), 3),
+        "synchronous_save_s": round(whole, 3),
+        "background_first_call_s": round(first.call, 3),
+        "background_call_s": round(call, 4),
+        "background_until_complete_s": round(statistics.mean(save.until_complete for save in background), 3),
+        "background_other_threads_cpu_s": round(statistics.mean(save.other_threads for save in background), 3),
+        "steps_lost_s": round(slower, 4),
+        "steps_lost_cpu_s": round(statistics.mean(lost_processor), 4),
+        "steps_lost_standard_error_s": round(statistics.stdev(lost) / len(lost) ** 0.5, 4),
+        "call_over_synchronous": round(call / whole, 4),
+        "total_over_synchronous": round((call + slower) / whole, 4),
     }
-    copy, whole = result["background_copy_s"], result["synchronous_save_s"]
-    result["copy_over_synchronous"] = round(copy / whole, 4)
-    result["total_over_synchronous"] = round((copy + max(0.0, slower)) / whole, 4)
-    return result
 
 
 if __name__ == "__main__":

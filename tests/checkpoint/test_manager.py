@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import os
 import socket
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from verl.checkpoint import CheckpointManager, load_state, save_state
+from verl.checkpoint.checksums import record_checksums
 from verl.checkpoint.manager import step_of
 from verl.errors import CheckpointError, ConfigError
 
@@ -307,6 +309,30 @@ def test_sha256sum_reads_the_checksums(tmp_path: Path) -> None:
     assert subprocess.run(command, cwd=tmp_path / "global_step_1", timeout=60).returncode == 0
     flip_a_bit(tmp_path / "global_step_1" / "data.pt")
     assert subprocess.run(command, cwd=tmp_path / "global_step_1", timeout=60, capture_output=True).returncode == 1
+
+
+def test_noted_checksums_are_taken_over(tmp_path: Path) -> None:
+    """As a background save notes them; the file is not read again, so a wrong note shows up when loading."""
+    manager = CheckpointManager(tmp_path)
+    for step, content in ((1, b"weights"), (2, b"another")):
+        with manager.staging(step) as path:
+            (path / "actor" / "model").mkdir(parents=True)
+            (path / "actor" / "model" / "0").write_bytes(b"weights")
+            (path / "actor" / "engine.json").write_text("{}")
+            record_checksums(path / "actor", "model-0", {"model/0": hashlib.sha256(content).hexdigest()})
+    names = [line.split("  ")[1] for line in (tmp_path / "global_step_1/checksums.sha256").read_text().splitlines()]
+    assert names == ["actor/engine.json", "actor/model/0"]
+    assert visible(tmp_path / "global_step_1" / "actor") == ["engine.json", "model"]
+    assert manager.find() == tmp_path / "global_step_1"  # the other one looks damaged
+
+
+def test_a_noted_file_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    save(manager, 1)
+    with pytest.raises(CheckpointError, match="No such file.*model/0"), manager.staging(2) as path:
+        (path / "actor").mkdir()
+        record_checksums(path / "actor", "model-0", {"model/0": "0" * 64})
+    assert manager.steps() == [1]
 
 
 # ---------------------------------------------------------------------- the best

@@ -126,6 +126,17 @@ def test_generation_on_a_cpu_packs_matrices(qwen7b: str) -> None:
     assert ("rollout", "packed weights", "generate", False) not in plain
 
 
+def test_background_saves_keep_copies_in_host_memory(qwen7b: str) -> None:
+    keys = ["trainer.save_freq=10", "actor_rollout_ref.actor.checkpoint.async_save=True", "trainer.n_gpus_per_node=8"]
+    found = cells(predict(config_of(qwen7b, *keys), "cuda"))
+    held = 7_615_616_512 // 8 * 4
+    assert found["actor", "copies for saving", "generate", True] == pytest.approx(3 * held, rel=1e-6)
+    contents = "actor_rollout_ref.actor.checkpoint.save_contents=[model]"
+    found = cells(predict(config_of(qwen7b, *keys, contents), "cuda"))
+    assert found["actor", "copies for saving", "update", True] == pytest.approx(held, rel=1e-6)
+    assert not any("copies for saving" in key for key in cells(predict(config_of(qwen7b, keys[0]), "cuda")))
+
+
 def test_adapters_need_no_state_for_the_rest(qwen7b: str) -> None:
     found = cells(predict(config_of(qwen7b, "actor_rollout_ref.model.lora_rank=8"), "cpu"))
     ratio = found["actor", "optimizer", "update", False] / found["actor", "parameters", "update", False]

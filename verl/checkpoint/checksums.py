@@ -4,24 +4,54 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from verl.errors import CheckpointError
 
 CHECKSUM_FILE = "checksums.sha256"
+_NOTE = ".written."
 _THREADS = 8  # hashing and reading both release the interpreter lock
 _CHUNK = 1 << 20
 
 
 def write_checksums(root: Path, *, leave_out: Collection[str] = ()) -> None:
-    """Write :data:`CHECKSUM_FILE` over every file below ``root``, except the top-level names in ``leave_out``."""
+    """Write :data:`CHECKSUM_FILE` over every file below ``root``, except the top-level names in ``leave_out``.
+
+    What :func:`record_checksums` noted is taken over and the notes go; the other files are read.
+
+    Raises:
+        OSError: a file cannot be read, or one that was noted is not there.
+    """
+    known = {}
+    for note in root.rglob(f"{_NOTE}*"):
+        for name, digest in _parse(note).items():
+            path = note.parent / name
+            path.stat()
+            known[os.path.relpath(path, root)] = digest
+        note.unlink()
     names = sorted(set(_files(root)) - {CHECKSUM_FILE, *leave_out})
     with ThreadPoolExecutor(_THREADS) as pool:
-        digests = list(pool.map(lambda name: _digest(root / name), names))
-    text = "".join(f"{digest}  {name}\n" for digest, name in zip(digests, names, strict=True))
-    (root / CHECKSUM_FILE).write_text(text, "utf-8")
+        digests = list(pool.map(lambda name: known.get(name) or _digest(root / name), names))
+    (root / CHECKSUM_FILE).write_text(_format(dict(zip(names, digests, strict=True))), "utf-8")
+
+
+def record_checksums(directory: Path, writer: str, digests: Mapping[str, str]) -> None:
+    """Note checksums that were computed while the files were written, so that nobody needs to read them again.
+
+    Args:
+        directory: of the notes; part of what :func:`write_checksums` will be called for.
+        writer: who notes; a name of its own for each process.
+        digests: by file name, seen from ``directory``.
+    """
+    (directory / f"{_NOTE}{writer}").write_text(_format(digests), "utf-8")
+
+
+def forget_recorded(directory: Path) -> None:
+    """Remove notes of :func:`record_checksums` that belong to an earlier save."""
+    for note in directory.glob(f"{_NOTE}*"):
+        note.unlink()
 
 
 def verify_checksums(root: Path) -> None:
@@ -33,11 +63,8 @@ def verify_checksums(root: Path) -> None:
     path = root / CHECKSUM_FILE
     if not path.is_file():
         return
-    expected: dict[str, str] = {}
     try:
-        for line in path.read_text("utf-8").splitlines():
-            digest, _, name = line.partition("  ")
-            expected[name] = digest
+        expected = _parse(path)
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
@@ -56,6 +83,16 @@ def verify_checksums(root: Path) -> None:
             f"checkpoint {str(root)!r} is damaged, its files do not match {CHECKSUM_FILE}: {'; '.join(wrong[:5])}"
             f"{f' and {len(wrong) - 5} more' if len(wrong) > 5 else ''}"
         )
+
+
+def _format(digests: Mapping[str, str]) -> str:
+    return "".join(f"{digest}  {name}\n" for name, digest in digests.items())
+
+
+def _parse(path: Path) -> dict[str, str]:
+    """Digests by name."""
+    lines = (line.partition("  ") for line in path.read_text("utf-8").splitlines())
+    return {name: digest for digest, _, name in lines}
 
 
 def _files(root: Path) -> Iterator[str]:

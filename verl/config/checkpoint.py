@@ -26,7 +26,7 @@ class CheckpointConfig(Config):
     )
     strict: bool = opt(True, "Refuse a checkpoint that lacks a parameter or has one that the model lacks.")
     async_save: bool = opt(
-        False, "Copy the state to host memory and write it while the training goes on; needs that much host memory."
+        False, "Copy the state to host memory and write it while the training goes on; keeps that much host memory."
     )
 
     def problems(self) -> Iterator[str]:

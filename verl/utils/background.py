@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,9 +20,13 @@ class BackgroundTask:
     Args:
         action: what to do; None for a task that is over already.
         name: of the thread.
+        niceness: at least so far the thread steps back where processors are scarce, 0 to 19; Linux only.
     """
 
-    def __init__(self, action: Callable[[], object] | None = None, *, name: str = "verl-background") -> None:
+    def __init__(
+        self, action: Callable[[], object] | None = None, *, name: str = "verl-background", niceness: int = 0
+    ) -> None:
+        self._niceness = niceness
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         if action is not None:
@@ -29,13 +35,21 @@ class BackgroundTask:
 
     def _run(self, action: Callable[[], object]) -> None:
         try:
+            if self._niceness and sys.platform == "linux":  # where it counts for a thread, not for the process
+                niceness = max(self._niceness, os.getpriority(os.PRIO_PROCESS, 0))
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
             action()
         except BaseException as error:  # noqa: BLE001 - handed to whoever asks
             self._failure = error
 
+    @property
+    def running(self) -> bool:
+        """Whether it is at work; says nothing of what went wrong."""
+        return self._thread is not None and self._thread.is_alive()
+
     def done(self) -> bool:
         """Whether it is over; raises what went wrong."""
-        if self._thread is not None and self._thread.is_alive():
+        if self.running:
             return False
         if self._failure is not None:
             failure, self._failure = self._failure, None  # told once

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from verl.config import FSDPConfig, ModelConfig, OptimConfig, PPOConfig
+from verl.config import CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig, PPOConfig
 from verl.config.base import MicroBatch
 from verl.models.logprobs import CHUNK_NUMBERS_CPU, CHUNK_NUMBERS_DEVICE
 from verl.models.shape import ModelShape, model_shape
@@ -27,7 +27,9 @@ from verl.workers.rollout.settings import resolve_dtype
 #: phases of a step, in order; ``load`` is the state before the first
 PHASES = ("load", "generate", "log_prob", "update", "sync")
 #: what is computed from shapes, and what is estimated
-EXACT = frozenset({"parameters", "gradients", "optimizer", "kv cache", "rollout weights", "bucket"})
+EXACT = frozenset(
+    {"parameters", "gradients", "optimizer", "kv cache", "rollout weights", "bucket", "copies for saving"}
+)
 #: needed while a role computes, one role after the other
 _PASSING = frozenset({"gradients", "gathered layers", "activations", "logits chunk"})
 #: state tensors of an optimizer as large as the parameter
@@ -70,6 +72,7 @@ class _Role:
     update: MicroBatch | None
     forward: MicroBatch
     logits: bool
+    copied: frozenset[str] = frozenset()  # parts of which background saves keep a copy
 
 
 def predict(config: PPOConfig, device: str = "cpu", shapes: Mapping[str, ModelShape] | None = None) -> list[Item]:
@@ -102,7 +105,15 @@ def _roles(config: PPOConfig, shapes: dict[str, ModelShape]) -> Iterator[_Role]:
     actor = shape("actor", arr.model, "lm")
     forward = arr.rollout.log_prob_micro_batch()
     yield _Role(
-        "actor", actor, arr.model, arr.actor.fsdp_config, arr.actor.optim, arr.actor.micro_batch(), forward, True
+        "actor",
+        actor,
+        arr.model,
+        arr.actor.fsdp_config,
+        arr.actor.optim,
+        arr.actor.micro_batch(),
+        forward,
+        True,
+        _copied(config, arr.actor.checkpoint),
     )
     # with adapters the actor is its own reference
     if config.use_reference_policy and trains and arr.model.lora_rank == 0:
@@ -120,11 +131,17 @@ def _roles(config: PPOConfig, shapes: dict[str, ModelShape]) -> Iterator[_Role]:
             critic.micro_batch(),
             critic.forward_micro_batch(),
             False,
+            _copied(config, critic.checkpoint),
         )
     if config.reward_model.enable and not config.reward_model.implicit:
         reward = config.reward_model
         sized = shape("reward_model", reward.model, "classifier")
         yield _Role("reward_model", sized, reward.model, reward.fsdp_config, None, None, reward.micro_batch(), False)
+
+
+def _copied(config: PPOConfig, checkpoint: CheckpointConfig) -> frozenset[str]:
+    saves = checkpoint.async_save and config.trainer.save_freq > 0
+    return frozenset(checkpoint.save_contents) if saves else frozenset()
 
 
 def _role_items(role: _Role, config: PPOConfig, device: torch.device, world: int) -> Iterator[Item]:
@@ -147,6 +164,10 @@ def _role_items(role: _Role, config: PPOConfig, device: torch.device, world: int
             in_update = phase == "update" and not fsdp.offload_policy
             off_host = accelerator and (fsdp.offload_policy or (fsdp.optimizer_offload and not in_update))
             yield Item(role.name, "optimizer", phase, states * trained * master, off_host)
+    copied = (shape.shard(shards, trained=True) if role.model.lora_rank else held) * ("model" in role.copied)
+    copied += states * trained * ("optimizer" in role.copied)
+    for phase in PHASES[1:]:  # made by the first save
+        yield Item(role.name, "copies for saving", phase, copied * master, accelerator)
     if role.update is not None:
         yield Item(role.name, "gradients", "update", trained * master, accelerator and fsdp.offload_policy)
     for phase, micro in (("log_prob", role.forward), ("update", role.update)):

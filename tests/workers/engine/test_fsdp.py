@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.workers.engine.reference import (
 from verl.errors import CheckpointError, ConfigError
 from verl.models.decoder import decoder_layers
 from verl.utils.metrics import MetricSet
+from verl.workers.engine import state
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.fsdp import FSDPEngine
 
@@ -199,6 +201,52 @@ def test_resume_is_bit_exact(tiny_model_dir: str, batch: dict[str, Tensor], tmp_
     assert_same(parameters(again), parameters(engine), atol=0)
     hf = again.module.model
     assert hf.lm_head.weight is hf.model.embed_tokens.weight
+
+
+def test_a_background_save_holds_the_state_of_its_moment(
+    tiny_model_dir: str, batch: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """The training goes on beside it; the second one reuses the memory of the first, and only when that is written."""
+    engine = make_engine(tiny_model_dir)
+    expected = {}
+    for name in ("a", "b"):
+        engine.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE)
+        engine.save(tmp_path / f"{name}-at-once", TRAINED)
+        expected[name] = parameters(engine)
+        task = engine.start_save(tmp_path / name, TRAINED)
+        for _ in range(2):
+            engine.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE)
+        task.wait()
+        held = engine.state_bytes()["copies for saving"]
+        assert held == pytest.approx(3 * engine.state_bytes()["parameters"], rel=0.5)
+    for name in ("a", "b"):
+        results = []
+        for directory in (name, f"{name}-at-once"):
+            again = make_engine(tiny_model_dir)
+            again.load(tmp_path / directory, TRAINED)
+            assert_same(parameters(again), expected[name], atol=0)
+            again.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE)  # the optimizer's state is right too
+            results.append(parameters(again))
+        assert_same(*results, atol=0)
+
+
+def test_two_background_saves_at_a_time_are_refused(
+    tiny_model_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, may_go_on, write = make_engine(tiny_model_dir), threading.Event(), state.write
+
+    def slowly(*arguments: Any) -> None:
+        assert may_go_on.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(state, "write", slowly)
+    task = engine.start_save(tmp_path / "a", TRAINED)
+    with pytest.raises(CheckpointError, match="an earlier background save is still being written"):
+        engine.start_save(tmp_path / "b", TRAINED)
+    may_go_on.set()
+    task.wait()
+    engine.start_save(tmp_path / "b", TRAINED).wait()
+    make_engine(tiny_model_dir).load(tmp_path / "b", TRAINED)
 
 
 def test_saving_before_the_first_step_resumes_like_a_fresh_start(

@@ -234,9 +234,13 @@ class TrainEngine(ABC):
         """Write a checkpoint into directory ``path``: any of ``model, optimizer, extra, hf_model``."""
 
     def start_save(self, path: str | Path, contents: frozenset[str]) -> BackgroundTask:
-        """:meth:`save` that returns once what it writes is copied; a second one must wait for the first.
+        """:meth:`save` that returns once what it writes is copied.
 
-        An engine that cannot copy its state writes it before it returns.
+        The engine keeps the memory of the copy for the next time, so a second save must wait for the first. An engine
+        that cannot copy its state writes it before it returns.
+
+        Raises:
+            CheckpointError: an earlier background save is still being written.
         """
         self.save(path, contents)
         return BackgroundTask()
@@ -255,4 +259,5 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def state_bytes(self) -> dict[str, int]:
-        """Bytes that this rank holds of ``parameters``, of ``gradients`` at the last step, and of ``optimizer``."""
+        """Bytes that this rank holds of ``parameters``, of ``gradients`` at the last step, of ``optimizer``, and of
+        ``copies for saving`` (in host memory) where background saves keep some."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from verl.errors import ConfigError
+from verl.checkpoint.image import ShardImage
+from verl.errors import CheckpointError, ConfigError
 from verl.models.decoder import compile_dense_parts, decoder_layers
 from verl.models.heads import HEADS, HeadModel, PolicyModel
 from verl.models.loading import (
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TRAINED = frozenset({"model", "optimizer", "extra"})
+SAVE_NICENESS = 10  # of the thread that writes: on a machine without free cores the training goes first
 
 
 class FSDPEngine(TrainEngine):
@@ -103,6 +106,8 @@ class FSDPEngine(TrainEngine):
         self._resident_depth = {"model": 0, "optimizer": 0}
         self._gradient_bytes = 0
         self._save_group: dist.ProcessGroup | None = None
+        self._saving = BackgroundTask()
+        self._images: dict[str, ShardImage] = {}  # memory for the copies of background saves
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -376,14 +381,18 @@ class FSDPEngine(TrainEngine):
 
     def save(self, path: str | Path, contents: frozenset[str] = _TRAINED) -> None:
         with self.resident(optimizer=True):
-            state.write(state.take(self, frozenset(contents), copy=False), Path(path))
+            state.write(state.take(self, frozenset(contents)), Path(path))
 
     def start_save(self, path: str | Path, contents: frozenset[str] = _TRAINED) -> BackgroundTask:
+        if self._saving.running:
+            raise CheckpointError(f"cannot save to {path} yet: an earlier background save is still being written")
         with self.resident(optimizer=True):
-            snapshot = state.take(self, frozenset(contents), copy=True)
+            snapshot = state.take(self, frozenset(contents), images=self._images)
         if self._save_group is None and self.layout.world_size > 1:
             self._save_group = dist.new_group(backend="gloo")  # collectives of a thread must not mix with training's
-        return BackgroundTask(lambda: state.write(snapshot, Path(path), self._save_group), name="verl-save")
+        write = partial(state.write, snapshot, Path(path), self._save_group)
+        self._saving = BackgroundTask(write, name="verl-save", niceness=SAVE_NICENESS)
+        return self._saving
 
     def load(self, path: str | Path, contents: frozenset[str] = _TRAINED) -> None:
         with self.resident(optimizer=True):
@@ -445,6 +454,7 @@ class FSDPEngine(TrainEngine):
             "parameters": sum(local_part(p.detach()).nbytes for p in self.module.parameters()),
             "gradients": self._gradient_bytes,
             "optimizer": sum(local_part(v).nbytes for v in states if isinstance(v, Tensor) and v.dim() > 0),
+            "copies for saving": sum(image.nbytes for image in self._images.values()),
         }
 
 

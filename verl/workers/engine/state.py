@@ -16,8 +16,10 @@ import json
 import logging
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +29,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from verl.checkpoint.checksums import forget_recorded, record_checksums
+from verl.checkpoint.image import ShardImage
 from verl.checkpoint.plain import PlainReader
 from verl.errors import CheckpointError
 from verl.models.loading import quiet_transformers, resolve_model_dir
@@ -72,7 +76,8 @@ class Snapshot:
     Attributes:
         rank, world: of the engine.
         contents: parts to write.
-        model, optimizer: tensors by name, live or copied.
+        shards: ``model`` and ``optimizer``, as far as they are written: live tensors by name, or a copy of them that is
+            laid out as a file.
         whole: with ``hf_model``, on rank 0, the whole model on the host.
         adapter: with ``model``, on rank 0, the whole tensors of low-rank adapters.
         lora, base_model: what the adapters are, and of which model.
@@ -86,8 +91,7 @@ class Snapshot:
     rank: int
     world: int
     contents: frozenset[str]
-    model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+    shards: dict[str, dict[str, Tensor] | ShardImage]
     whole: dict[str, Tensor]
     adapter: dict[str, Tensor]
     lora: LoraSettings | None
@@ -99,13 +103,15 @@ class Snapshot:
     export: PreTrainedModel
 
 
-def take(engine: FSDPEngine, contents: frozenset[str], *, copy: bool) -> Snapshot:
+def take(engine: FSDPEngine, contents: frozenset[str], *, images: dict[str, ShardImage] | None = None) -> Snapshot:
     """Collect what :func:`write` writes. Collective.
 
     Args:
         engine: the engine.
         contents: parts.
-        copy: copy everything to the host, so that the engine may go on; otherwise the tensors are the live ones.
+        images: copy everything to the host, so that the engine may go on: shards into these, by part, which are made
+            where they are missing and may be used for the next snapshot when this one is written. Without, the
+            snapshot has the live tensors.
 
     Raises:
         CheckpointError: an unknown part, or the optimizer of an engine that has none.
@@ -118,16 +124,20 @@ def take(engine: FSDPEngine, contents: frozenset[str], *, copy: bool) -> Snapsho
     companions = [resolve_model_dir(engine.model_config.path)]
     if tokenizer and Path(tokenizer).is_dir():
         companions.append(Path(tokenizer))
-    chosen = {name: tensor.detach() for name, tensor in model.items()} if "model" in contents else {}
-    optimizer = optimizer_tensors(engine) if "optimizer" in contents else {}
-    if copy:
-        chosen, optimizer = _copied(chosen), _copied(optimizer)
+    live: dict[str, dict[str, Tensor]] = {}
+    if "model" in contents:
+        live["model"] = {name: tensor.detach() for name, tensor in model.items()}
+    if "optimizer" in contents:
+        live["optimizer"] = optimizer_tensors(engine)
+    shards: dict[str, Any] = dict(live)
+    copy = images is not None
+    if images is not None:
+        shards = {part: _copied(part, tensors, engine, images) for part, tensors in live.items()}
     return Snapshot(
         rank=engine.layout.rank,
         world=engine.layout.world_size,
         contents=contents,
-        model=chosen,
-        optimizer=optimizer,
+        shards=shards,
         whole=_whole(engine, copy=copy) if "hf_model" in contents else {},
         counters={"step": engine.step, "lr_step": engine.lr_step},
         rng=plain_rng_state(),
@@ -165,6 +175,7 @@ def write(snapshot: Snapshot, path: Path, group: dist.ProcessGroup | None = None
         path.mkdir(parents=True, exist_ok=True)
         if rank == 0:
             (path / MARKER).unlink(missing_ok=True)
+            forget_recorded(path)
             for part in ("model", "optimizer"):  # of an earlier save
                 shutil.rmtree(path / part, ignore_errors=True)
         if "extra" in contents:
@@ -180,10 +191,11 @@ def write(snapshot: Snapshot, path: Path, group: dist.ProcessGroup | None = None
                 copy_companions(source, target)
 
     on_all_ranks(world, f"write {path}", write_local, group)
-    if "model" in contents:
-        _dcp(snapshot.model, path / "model", world, "write", group)
-    if "optimizer" in contents:
-        _dcp(snapshot.optimizer, path / "optimizer", world, "write", group)
+    for part, shards in snapshot.shards.items():
+        if isinstance(shards, ShardImage):
+            on_all_ranks(world, f"write {path / part}", partial(_write_image, shards, path, part, rank), group)
+        else:
+            _dcp(shards, path / part, world, "write", group)
 
     def finish() -> None:
         if rank == 0:
@@ -197,8 +209,23 @@ def write(snapshot: Snapshot, path: Path, group: dist.ProcessGroup | None = None
     on_all_ranks(world, f"finish {path}", finish, group)
 
 
-def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+def _copied(part: str, tensors: dict[str, Tensor], engine: FSDPEngine, images: dict[str, ShardImage]) -> ShardImage:
+    """The part's image, made if there is none that fits, with these tensors. Collective."""
+    image = images.get(part)
+    if image is None or not image.fits(tensors):
+        images.pop(part, None)  # its memory first
+        with _dcp_errors(f"lay out the {part} for saving", str):
+            image = ShardImage(tensors, world=engine.layout.world_size, pin=engine.device.type == "cuda")
+        images[part] = image
+        logger.info("background saves keep %s of host memory for copies of the %s", format_bytes(image.nbytes), part)
+    image.fill(tensors)
+    return image
+
+
+def _write_image(image: ShardImage, path: Path, part: str, rank: int) -> None:
+    (path / part).mkdir(exist_ok=True)
+    digests = image.write(path / part)
+    record_checksums(path, f"{part}-{rank}", {f"{part}/{name}": digest for name, digest in digests.items()})
 
 
 def lora_marker(engine: FSDPEngine | MegatronEngine) -> dict[str, Any] | None:
@@ -421,19 +448,26 @@ def _dcp(
 ) -> None:
     """Read into tensors, or write them. Collective over ``group``."""
     ranks: dict[str, Any] = {"no_dist": world == 1, "process_group": group}
+    with _dcp_errors(f"{verb} {directory}", partial(_space, directory, verb)):
+        if verb == "write":
+            dcp.save(tensors, checkpoint_id=str(directory), **ranks)
+        else:
+            dcp.load(tensors, storage_reader=PlainReader(directory), **ranks)
+
+
+@contextmanager
+def _dcp_errors(what: str, hint: Callable[[], str]) -> Iterator[None]:
+    """Turn what ``torch.distributed.checkpoint`` raises into a :class:`CheckpointError`."""
     try:
         with warnings.catch_warnings():
             # Without other ranks no process group is needed, and that is no news.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            if verb == "write":
-                dcp.save(tensors, checkpoint_id=str(directory), **ranks)
-            else:
-                dcp.load(tensors, storage_reader=PlainReader(directory), **ranks)
+            yield
     except CheckpointException as error:  # a BaseException: what failed, by rank
         causes = "; ".join(f"rank {rank}: {cause[0]!r}" for rank, cause in sorted(error.failures.items()))
-        raise CheckpointError(f"cannot {verb} {directory}: {causes}{_space(directory, verb)}") from error
+        raise CheckpointError(f"cannot {what}: {causes}{hint()}") from error
     except Exception as error:  # planning errors, pickle's and the file system's
-        raise CheckpointError(f"cannot {verb} {directory}: {error}{_space(directory, verb)}") from error
+        raise CheckpointError(f"cannot {what}: {error}{hint()}") from error
 
 
 def _space(directory: Path, verb: str) -> str:
