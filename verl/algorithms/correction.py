@@ -199,9 +199,8 @@ def mismatch_metrics(train_log_prob: Tensor, rollout_log_prob: Tensor, response_
         return {}
     log_ratio = log_ratios(train_log_prob, rollout_log_prob, mask)
     rows = mask.any(-1)
-    per_row = masked_mean(log_ratio, mask, dim=-1)[rows]
     train, rollout = (masked_mean(x.detach().double(), mask, dim=-1)[rows] for x in (train_log_prob, rollout_log_prob))
-    by_token = log_ratio[mask]
+    per_row, by_token = train - rollout, log_ratio[mask]
     bounded = by_token.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return {
         "kl": float(-by_token.mean()),
