@@ -237,10 +237,14 @@ def test_text_with_a_column_of_nothing_needs_no_processor(tmp_path: Path) -> Non
     assert data[0]["raw_prompt"] == [{"role": "user", "content": "<image> is a word here"}]
 
 
-def test_other_readers_say_that_they_read_text_alone(tmp_path: Path) -> None:
+def test_other_readers_say_what_they_do_not_read(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist([{"prompt": "a", "response": "b", "images": of_bytes(square(RED))}]), path)
-    with pytest.raises(DataError, match="row 0: has 'images', which supervised training does not read"):
+    with pytest.raises(DataError, match="has images .data.image_key='images'., and the model has no processor"):
+        SFTDataset(str(path), TOKENIZER, {"prompt_key": "prompt", "response_key": "response"})
+    path = tmp_path / "videos.parquet"
+    pq.write_table(pa.Table.from_pylist([{"prompt": "a", "response": "b", "videos": ["a.mp4"]}]), path)
+    with pytest.raises(DataError, match="row 0: has 'videos', which supervised training does not read"):
         SFTDataset(str(path), TOKENIZER, {"prompt_key": "prompt", "response_key": "response"})[0]
 
 

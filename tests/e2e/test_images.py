@@ -256,7 +256,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_at_start_up(name: str, squares: list[str], run_training: Callable[..., list[dict[str, Any]]]) -> None:
     wrong, words = REFUSED[name]
-    with pytest.raises(ConfigError, match="the data has prompts with images") as caught:
+    with pytest.raises(ConfigError, match="the data has images") as caught:
         run_training(*squares, *wrong)
     assert words in str(caught.value)
 

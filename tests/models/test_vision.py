@@ -81,7 +81,7 @@ def test_placeholders_that_are_not_the_images_ones(ids: list[int]) -> None:
 def test_equal_images_are_one() -> None:
     one, again, other = make_images((4, 4), seed=1), make_images((4, 4), seed=1), make_images((4, 4), seed=2)
     first, second, third, none = prompt_images([one, again, other, None])
-    assert first.key == second.key != third.key
+    assert first.keys == second.keys != third.keys
     assert none is None
     rows = with_images(TensorDict({"x": torch.zeros(5)}, batch_size=[5]), [one, None, again, other, {}])
     assert rows["image_number"].tolist() == [0, -1, 0, 1, -1]
@@ -126,6 +126,63 @@ def test_every_cut_gives_the_same_numbers(path: str, packed: bool, micro: MicroB
     close(metrics.values_by_name(), {"loss": want["loss"][0], "grad_norm": want["grad_norm"][0]})
     for name, parameter in engine.named_tensors():  # of Adam's first step, which has the size of lr for any gradient
         torch.testing.assert_close(parameter, want["params"][0][name], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_images_in_responses(path: str, packed: bool) -> None:
+    """Rows that share a prompt with its image and go on with other images, the same one, or none; a sampled placeholder
+    before an image is text.
+    """
+    asked, first, second = make_images((4, 4), seed=1), make_images((2, 4), seed=2), make_images((4, 2), (2, 2), seed=3)
+    prompt = image_prompt(asked, (6, 9))
+    answers = [
+        [5, *image_prompt(first, (2, 3))],
+        [5, *image_prompt(first, (2, 3))],
+        [6, *image_prompt(second, (1, 2, 3))],
+    ]
+    answers += [[7, 8, 9], [5, IMAGE, *image_prompt(first, (2, 3))]]
+    more = [first, first, second, None, first]
+    rows = pad_rows([prompt] * 5, answers)
+    images = [
+        asked
+        if one is None
+        else {name: torch.cat([asked[name], one[name]]) for name in ("pixel_values", "image_grid_thw")}
+        for one in more
+    ]
+    want = run_reference(
+        path,
+        {k: v[:4] for k, v in rows.items()} | {"advantages": rows["response_mask"][:4].float()},
+        steps=0,
+        images=images[:4],
+    )["log_probs"]
+    start = len(prompt) + answers[4][2:].index(IMAGE) + 2
+    images[4] = {**images[4], "image_starts": torch.tensor([prompt.index(IMAGE), start])}
+    engine = make_engine(path, packed=packed)
+    batch = with_images(TensorDict(rows, batch_size=[5]), images)
+    for micro in (WHOLE, MicroBatching(size=2), MicroBatching(max_tokens=80)):
+        got = engine.forward(batch, LOG_PROBS, micro=micro, temperature=TEMPERATURE)["log_probs"]
+        torch.testing.assert_close(got[:4], want, rtol=1e-5, atol=1e-5)
+    if packed:
+        layout = engine._layout(batch)
+        assert layout.tokens == len(prompt) + sum(map(len, answers))  # the prompt is there once
+        assert layout.images.grid_thw.tolist() == [[1, 4, 4], [1, 2, 4], [1, 2, 4], [1, 4, 2], [1, 2, 2], [1, 2, 4]]
+    # as supervised training lays rows out: everything after the first token is response
+    spread = {k: v for k, v in rows.items() if k != "response_mask"}
+    spread["response_mask"] = torch.cat([torch.zeros(5, len(prompt) - 1).long(), rows["response_mask"]], 1)
+    got = engine.forward({**spread, "multi_modal_inputs": images}, LOG_PROBS, micro=WHOLE, temperature=TEMPERATURE)
+    torch.testing.assert_close(got["log_probs"][:4, len(prompt) - 1 :], want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_placeholder_before_an_image_needs_its_start() -> None:
+    ids = np.array([5, IMAGE, 6, *[IMAGE] * 4, 7])
+    with pytest.raises(DataError, match="needs 4 placeholder tokens"):
+        TOKENS.positions(ids, np.array([[1, 4, 4]]))
+    positions, places, _ = TOKENS.positions(ids, np.array([[1, 4, 4]]), [3])
+    assert places.tolist() == [3, 4, 5, 6]
+    assert positions[0].tolist() == [0, 1, 2, 3, 3, 3, 3, 5]
+    for wrong in (2, 4):
+        with pytest.raises(DataError, match="needs 4 placeholder tokens"):
+            TOKENS.positions(ids, np.array([[1, 4, 4]]), [wrong])
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from verl.config.base import Config, opt, section
 
@@ -25,6 +25,28 @@ class CustomClsConfig(Config):
             yield f"{missing}=None: {given}={getattr(self, given)!r} is given, so {missing} must be given too"
 
 
+class ImagesConfig(Protocol):
+    """A section with the keys of images in rows."""
+
+    image_key: str
+    image_min_pixels: int | None
+    image_max_pixels: int | None
+
+
+def image_key_opt() -> Any:
+    """The key of the column with images."""
+    return opt(
+        DEFAULT_IMAGE_KEY,
+        "Column with a row's images, each bytes, a path or a mapping with one of them; `<image>` in the text is the "
+        "place of each.",
+    )
+
+
+def image_pixels_opt(change: str) -> Any:
+    """A key with a limit to the size of images."""
+    return opt(None, f"{change} to about this many pixels; not given = as the model's processor says.", ge=1)
+
+
 @dataclass
 class DataConfig(Config):
     """Prompts for training and validation."""
@@ -32,17 +54,9 @@ class DataConfig(Config):
     train_files: list[str] = opt([], "Training files, Parquet or JSONL: one path or a list.")
     val_files: list[str] = opt([], "Validation files, Parquet or JSONL: one path or a list; empty = no validation.")
     prompt_key: str = opt("prompt", "Column with the chat messages.")
-    image_key: str = opt(
-        DEFAULT_IMAGE_KEY,
-        "Column with a prompt's images, each bytes, a path or a mapping with one of them; `<image>` in the text is the "
-        "place of each.",
-    )
-    image_min_pixels: int | None = opt(
-        None, "Smaller images are enlarged to about this many pixels; not given = as the model's processor says.", ge=1
-    )
-    image_max_pixels: int | None = opt(
-        None, "Larger images are reduced to about this many pixels; not given = as the model's processor says.", ge=1
-    )
+    image_key: str = image_key_opt()
+    image_min_pixels: int | None = image_pixels_opt("Smaller images are enlarged")
+    image_max_pixels: int | None = image_pixels_opt("Larger images are reduced")
     reward_fn_key: str = opt("data_source", "Column that selects the scorer.")
     max_prompt_length: int = opt(512, "Longest prompt, in tokens.", ge=1)
     max_response_length: int = opt(512, "Longest response, in tokens.", ge=1)

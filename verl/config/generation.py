@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from verl.config.actor import ActorRolloutRefConfig
 from verl.config.base import Config, find_problems, opt, seal, section
-from verl.config.data import DataConfig
+from verl.config.data import DataConfig, image_key_opt, image_pixels_opt
 from verl.config.files import missing_file, missing_model, raise_problems
 from verl.config.model import ModelConfig
 from verl.config.ppo import PPOConfig, RayKwargsConfig
@@ -26,6 +26,9 @@ class GenerationDataConfig(Config):
 
     path: list[str] = opt([], "Files with prompts, Parquet or JSONL: one path or a list.")
     prompt_key: str = opt("prompt", "Column with the chat messages, or text.")
+    image_key: str = image_key_opt()
+    image_min_pixels: int | None = image_pixels_opt("Smaller images are enlarged")
+    image_max_pixels: int | None = image_pixels_opt("Larger images are reduced")
     n_samples: int = opt(1, "Responses per prompt.", ge=1)
     output_path: str | None = opt(None, "File for the rows with their responses, .parquet or .jsonl.")
     response_key: str = opt("responses", "Column for the list of a prompt's responses.")

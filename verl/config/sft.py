@@ -10,7 +10,7 @@ from verl.config.actor import strategy_problems
 from verl.config.base import Config, MicroBatch, opt, section
 from verl.config.batching import batch_problems, sequence_problems, sizes_per_gpu, token_problems
 from verl.config.checkpoint import CheckpointConfig
-from verl.config.data import CustomClsConfig
+from verl.config.data import CustomClsConfig, image_key_opt, image_pixels_opt
 from verl.config.files import missing_file, missing_model, raise_problems
 from verl.config.fsdp import FSDPConfig
 from verl.config.megatron import MegatronConfig
@@ -45,6 +45,9 @@ class ExamplesConfig(Config):
     max_token_len_per_gpu: int = opt(8192, "Tokens per rank in one pass with use_dynamic_bsz.", ge=1)
     max_length: int = opt(1024, "Longest example, in tokens.", ge=1)
     apply_chat_template_kwargs: dict[str, Any] = opt({}, "Keyword arguments of the tokenizer's chat template.")
+    image_key: str = image_key_opt()
+    image_min_pixels: int | None = image_pixels_opt("Smaller images are enlarged")
+    image_max_pixels: int | None = image_pixels_opt("Larger images are reduced")
     custom_cls: CustomClsConfig = section(CustomClsConfig, "A dataset class of the user.")
     shuffle: bool = opt(True, "Shuffle the examples in every epoch.")
     seed: int | None = opt(None, "Seed of the shuffling; not given = derived from trainer.seed.")

@@ -5,22 +5,27 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl.config.data import DEFAULT_IMAGE_KEY
-from verl.data.chat import Message
+from verl.data.chat import Message, as_messages
 from verl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
+    from verl.config.data import ImagesConfig
+    from verl.data.files import Rows
+
 #: stands for the next image of the row in the text of a message
 MARK = "<image>"
+#: column of a batch with what the model reads of each row's images
+IMAGE_FIELD = "multi_modal_inputs"
 
 
 def as_values(column: Any) -> list[Any]:
@@ -86,6 +91,38 @@ class ImageReader:
                 "processor's own values stand where a key is not given)"
             )
 
+    @classmethod
+    def of(cls, rows: Rows, config: ImagesConfig, processor: Callable[[], Any]) -> ImageReader | None:
+        """What reads the images of a data set's rows; None where no row has any.
+
+        Args:
+            rows: of the data set.
+            config: names the column and the limits.
+            processor: gives the model's processor, or None where it has none.
+
+        Raises:
+            DataError: the column that ``image_key`` names is not there, or the model has no processor of images.
+        """
+        key = config.image_key
+        if key not in rows.columns:
+            if key != DEFAULT_IMAGE_KEY:
+                raise DataError(f"data.image_key={key!r}: there is no such column; the data has {rows.columns}")
+            return None
+        if not any(as_values(value) for value in rows.column(key)):
+            return None
+        require_pillow()
+        found = processor()
+        if not hasattr(found, "image_processor"):
+            raise DataError(
+                f"{rows.files[0].path} has images (data.image_key={key!r}), and the model has no processor of images; "
+                "use a vision-language model, whose directory has a preprocessor_config.json, or leave the column out"
+            )
+        return cls(found, min_pixels=config.image_min_pixels, max_pixels=config.image_max_pixels)
+
+    def read(self, values: Sequence[Any], directory: Path) -> dict[str, Tensor]:
+        """``multi_modal_inputs`` of a row from what its column holds; arguments and errors of :meth:`open`."""
+        return self.process(self.open(values, directory))
+
     def open(self, values: Sequence[Any], directory: Path) -> list[Image]:
         """The images of a row, in RGB.
 
@@ -133,8 +170,12 @@ class ImageReader:
                 raise DataError(f"image {number} cannot be read: {type(error).__name__}: {error}") from error
         return total // self.processor.merge_size**2
 
-    def expand(self, token_ids: Sequence[int], grid_thw: Tensor) -> list[int]:
-        """Token ids with one placeholder for each feature of an image instead of one for each image.
+    def copies(self, token_ids: Sequence[int], grid_thw: Tensor) -> list[int]:
+        """How often each token is to stand so that there is a placeholder for each feature of an image.
+
+        Args:
+            token_ids: with one placeholder for each image.
+            grid_thw: (images, 3).
 
         Raises:
             DataError: the chat template wrote another number of placeholders than there are images.
@@ -146,11 +187,81 @@ class ImageReader:
                 f"the chat template wrote {found} image token(s) (id {self.token_id}) for {len(counts)} image(s); use "
                 "the template of the vision-language model, and keep its image token out of texts"
             )
-        out: list[int] = []
         following = iter(counts)
-        for token in token_ids:
-            out += [token] * (next(following) if token == self.token_id else 1)
-        return out
+        return [next(following) if token == self.token_id else 1 for token in token_ids]
+
+    def expand(self, token_ids: Sequence[int], grid_thw: Tensor) -> list[int]:
+        """Token ids with one placeholder for each feature of an image instead of one for each image.
+
+        Raises:
+            DataError: as :meth:`copies`.
+        """
+        return repeated(token_ids, self.copies(token_ids, grid_thw))
+
+
+def repeated(values: Sequence[int], copies: Sequence[int]) -> list[int]:
+    """Each value so often as ``copies`` says."""
+    return [value for value, count in zip(values, copies, strict=True) for _ in range(count)]
+
+
+class RowImageReader:
+    """The images of a data set's rows on their way into tokenised conversations.
+
+    Args:
+        rows: of the data set.
+        config: names the column and the limits.
+        processor: of a vision-language model; needed where a row has an image.
+
+    Attributes:
+        present: whether some row has an image. Where none has, everything passes through unchanged.
+    """
+
+    def __init__(self, rows: Rows, config: ImagesConfig, processor: Any | None) -> None:
+        self._rows = rows
+        self._key = config.image_key
+        self._reader = ImageReader.of(rows, config, lambda: processor)
+        self.present = self._reader is not None
+
+    def messages(self, row: Mapping[str, Any], value: Any) -> list[Message]:
+        """The checked messages of a conversation, with the row's images in their places."""
+        messages = as_messages(value, parts=self.present)
+        return with_image_parts(messages, len(as_values(row.get(self._key)))) if self.present else messages
+
+    def prompt(self, row: Mapping[str, Any], prompt: Any) -> Any:
+        """A prompt, text or chat messages; as messages where rows have images."""
+        if not self.present:
+            return prompt
+        return self.messages(row, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+
+    def read(self, index: int, row: Mapping[str, Any]) -> dict[str, Tensor] | None:
+        """``multi_modal_inputs`` of a row and its number; None without an image."""
+        values = as_values(row.get(self._key))
+        if self._reader is None or not values:
+            return None
+        return self._reader.read(values, self._rows.directory(index))
+
+    def expand(
+        self, token_ids: list[int], mask: list[int], inputs: Mapping[str, Tensor] | None
+    ) -> tuple[list[int], list[int]]:
+        """Tokens and mask of a conversation with one placeholder for each feature of its images.
+
+        Raises:
+            DataError: the chat template wrote another number of placeholders than there are images, or one in a turn
+                that the model is to learn.
+        """
+        if self._reader is None or inputs is None:
+            return token_ids, mask
+        if any(wanted and token == self._reader.token_id for token, wanted in zip(token_ids, mask, strict=True)):
+            raise DataError("an image stands in a turn of the assistant, which writes text alone")
+        copies = self._reader.copies(token_ids, inputs["image_grid_thw"])
+        return repeated(token_ids, copies), repeated(mask, copies)
+
+
+def image_column(items: Sequence[Mapping[str, Any]], copies: int = 1) -> dict[str, list[Any]]:
+    """``multi_modal_inputs`` of a batch, each item's ``copies`` times; nothing where items have none."""
+    if not items or IMAGE_FIELD not in items[0]:
+        return {}
+    return {IMAGE_FIELD: [item[IMAGE_FIELD] for item in items for _ in range(copies)]}
 
 
 def reject_images(row: Mapping[str, Any], reader: str, keys: Sequence[str] = (DEFAULT_IMAGE_KEY, "videos")) -> None:

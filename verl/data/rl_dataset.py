@@ -14,11 +14,10 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from verl.config import DataConfig
-from verl.config.data import DEFAULT_IMAGE_KEY
 from verl.data.chat import Message, as_messages, encode, render
 from verl.data.collate import collate_fn
 from verl.data.files import Row, Rows
-from verl.data.images import ImageReader, as_values, reject_images, require_pillow, with_image_parts
+from verl.data.images import ImageReader, as_values, reject_images, with_image_parts
 from verl.errors import ConfigError, DataError
 from verl.utils.dynamic_import import load_object
 
@@ -80,31 +79,13 @@ class RLHFDataset(Dataset):
         if clash:
             raise DataError(f"column {clash[0]!r} has the name of a field made here; rename it in the data file")
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
-        self._images = self._image_reader()
+        self._images = ImageReader.of(self.rows, self.config, lambda: self.processor)
         self._indices = self._usable_rows()
 
     @property
     def has_images(self) -> bool:
         """Whether some row has an image."""
         return self._images is not None
-
-    def _image_reader(self) -> ImageReader | None:
-        """What reads the images; None where no row has any."""
-        config, key = self.config, self.config.image_key
-        if key not in self.rows.columns:
-            if key != DEFAULT_IMAGE_KEY:
-                raise DataError(f"data.image_key={key!r}: there is no such column; the data has {self.rows.columns}")
-            return None
-        if not any(as_values(value) for value in self.rows.column(key)):
-            return None
-        require_pillow()
-        if not hasattr(self.processor, "image_processor"):
-            raise DataError(
-                f"{self.rows.files[0].path} has images (data.image_key={key!r}), and the model has no processor of "
-                "images; use a vision-language model, whose directory has a preprocessor_config.json, or leave the "
-                "column out"
-            )
-        return ImageReader(self.processor, min_pixels=config.image_min_pixels, max_pixels=config.image_max_pixels)
 
     def _usable_rows(self) -> list[int]:
         """Check every prompt's form; drop those that are too long, if asked to."""
@@ -211,7 +192,7 @@ class RLHFDataset(Dataset):
             if self._images is not None:
                 row["multi_modal_inputs"] = None
                 if images:
-                    inputs = self._images.process(self._images.open(images, self.rows.directory(index)))
+                    inputs = self._images.read(images, self.rows.directory(index))
                     token_ids = self._images.expand(token_ids, inputs["image_grid_thw"])
                     row["multi_modal_inputs"] = inputs
             token_ids = self._truncated(token_ids, cut=not images)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from torch.utils.data import Dataset, Subset
 from verl.config import ExamplesConfig, SFTDataConfig
 from verl.data.chat import Message, as_messages, encode, render
 from verl.data.files import Row, Rows
-from verl.data.images import reject_images
+from verl.data.images import IMAGE_FIELD, RowImageReader, image_column, reject_images
 from verl.errors import ConfigError, DataError
 from verl.utils.dynamic_import import load_object
 
@@ -40,12 +41,14 @@ class SFTDataset(Dataset):
     one.
 
     Items hold int64 tensors of one length, at most ``max_length``: ``input_ids``, ``attention_mask`` (ones),
-    ``position_ids`` and ``loss_mask``, which is 1 at the tokens to be predicted.
+    ``position_ids`` and ``loss_mask``, which is 1 at the tokens to be predicted. Where some row has images, they also
+    hold ``multi_modal_inputs`` as :class:`~verl.data.RLHFDataset` does. Rows with images are never cut.
 
     Args:
         data_files: a path or a list of paths to ``.parquet``, ``.jsonl`` or ``.json`` files.
         tokenizer: the model's tokenizer.
         config: the ``data`` section, or a mapping with its keys.
+        processor: of a vision-language model, needed for images.
 
     Raises:
         DataError: a file or a row is not as described; the message names it.
@@ -58,6 +61,7 @@ class SFTDataset(Dataset):
         data_files: str | Path | Sequence[str | Path],
         tokenizer: PreTrainedTokenizerBase,
         config: SFTDataConfig | Mapping[str, Any],
+        processor: Any | None = None,
     ) -> None:
         self.config = as_sft_data_config(config)
         self.tokenizer = tokenizer
@@ -65,19 +69,28 @@ class SFTDataset(Dataset):
         self.multiturn = self.multiturn or self.config.multiturn.enable
         keys = [self.config.prompt_key, self.config.response_key]
         self.rows = Rows(data_files, required=[self.config.multiturn.messages_key] if self.multiturn else keys)
+        self.images = RowImageReader(self.rows, self.config, processor)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether some row has an image."""
+        return self.images.present
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         try:
             row = self.rows[index]
-            reject_images(row, "supervised training")
-            token_ids, loss_mask = self._truncated(*self._tokens(row))
+            reject_images(row, "supervised training", ["videos"])
+            inputs = self.images.read(index, row)
+            token_ids, loss_mask = self.images.expand(*self._tokens(row), inputs)
+            token_ids, loss_mask = self._truncated(token_ids, loss_mask, cut=inputs is None)
         except DataError as error:
             raise DataError(f"{self.rows.place(index)}: {error}") from error.__cause__
         length = len(token_ids)
-        return {
+        images = {IMAGE_FIELD: inputs} if self.has_images else {}
+        return images | {
             "input_ids": torch.tensor(token_ids, dtype=torch.int64),
             "attention_mask": torch.ones(length, dtype=torch.int64),
             "position_ids": torch.arange(length),
@@ -86,21 +99,27 @@ class SFTDataset(Dataset):
 
     def _tokens(self, row: Row) -> tuple[list[int], list[int]]:
         if self.multiturn:
-            messages = as_messages(row[self.config.multiturn.messages_key])
+            messages = self.images.messages(row, row[self.config.multiturn.messages_key])
             return conversation_tokens(
                 self.tokenizer, messages, row.get(self.config.multiturn.tools_key), self.template_kwargs
             )
         prompt = _follow(row, self.config.prompt_key, self.config.prompt_dict_keys)
         response = _follow(row, self.config.response_key, self.config.response_dict_keys)
-        return answer_tokens(self.tokenizer, prompt, response, self.template_kwargs)
+        prompt = self.images.prompt(row, prompt)
+        return answer_tokens(self.tokenizer, prompt, response, self.template_kwargs, parts=self.has_images)
 
-    def _truncated(self, token_ids: list[int], loss_mask: list[int]) -> tuple[list[int], list[int]]:
+    def _truncated(
+        self, token_ids: list[int], loss_mask: list[int], *, cut: bool = True
+    ) -> tuple[list[int], list[int]]:
         limit, mode = self.config.max_length, self.config.truncation
         if len(token_ids) > limit:
-            if mode == "error":
+            if mode == "error" or not cut:
+                remedy = "set data.truncation=left|right to cut such examples"
+                if not cut:
+                    remedy = "lower data.image_max_pixels; examples with images are not cut"
                 raise DataError(
                     f"the example has {len(token_ids)} tokens, more than data.max_length={limit}; raise the limit, or "
-                    "set data.truncation=left|right to cut such examples"
+                    f"{remedy}"
                 )
             part = slice(len(token_ids) - limit, None) if mode == "left" else slice(0, limit)
             token_ids, loss_mask = token_ids[part], loss_mask[part]
@@ -119,8 +138,13 @@ def answer_tokens(
     prompt: Any,
     answer: Any,
     template_kwargs: Mapping[str, Any] | None = None,
+    *,
+    parts: bool = False,
 ) -> tuple[list[int], list[int]]:
     """Token ids of a prompt, text or chat messages, with its answer, and the mask of the answer's tokens.
+
+    Args:
+        parts: contents of messages may be lists of parts.
 
     Raises:
         DataError: the answer is not text, or the prompt is neither text nor messages.
@@ -130,7 +154,7 @@ def answer_tokens(
     if isinstance(prompt, str) and not getattr(tokenizer, "chat_template", None):
         before, after = encode(tokenizer, prompt), [*encode(tokenizer, answer), tokenizer.eos_token_id]
         return before + after, [0] * len(before) + [1] * len(after)
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else as_messages(prompt)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else as_messages(prompt, parts=parts)
     messages.append({"role": "assistant", "content": answer})
     return conversation_tokens(tokenizer, messages, None, template_kwargs, only_last=True)
 
@@ -303,8 +327,11 @@ def create_examples(
     tokenizer: PreTrainedTokenizerBase,
     config: ExamplesConfig,
     max_samples: int = -1,
+    processor: Any | None = None,
 ) -> Dataset:
     """The data set that the configuration asks for: ``default``, or the user's class with the same constructor.
+
+    The processor of a vision-language model is given to classes whose constructor has a parameter of that name.
 
     Raises:
         ConfigError: ``data.custom_cls`` names something that is not a ``torch.utils.data.Dataset``.
@@ -317,7 +344,8 @@ def create_examples(
                 f"data.custom_cls: {config.custom_cls.name!r} in {config.custom_cls.path!r} must be a class derived "
                 f"from torch.utils.data.Dataset, got {cls!r}"
             )
-    dataset = cls(data_files=data_files, tokenizer=tokenizer, config=config)
+    more = {"processor": processor} if "processor" in inspect.signature(cls).parameters else {}
+    dataset = cls(data_files=data_files, tokenizer=tokenizer, config=config, **more)
     if 0 <= max_samples < len(dataset):
         return Subset(dataset, range(max_samples))
     return dataset
@@ -328,7 +356,8 @@ class SFTCollator:
 
     The whole sequence after its first token counts as the response, so that one layout serves every conversation:
     ``prompts`` (B,1), ``responses`` (B,S-1), ``input_ids``, ``attention_mask``, ``position_ids`` (B,S), right-padded,
-    and ``response_mask`` (B,S-1), 1 at the tokens that the loss is on.
+    and ``response_mask`` (B,S-1), 1 at the tokens that the loss is on. Where items have ``multi_modal_inputs``, so has
+    the batch: a list of B.
 
     Args:
         pad_token_id: fills what is not text.
@@ -339,10 +368,10 @@ class SFTCollator:
         self.pad_token_id = pad_token_id
         self.length = length
 
-    def __call__(self, items: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         longest = max((len(item["input_ids"]) for item in items), default=0)
         length = max(2, longest if self.length is None else self.length)
-        batch = {
+        batch: dict[str, Any] = {
             name: _stack([_right_padded(item[name], length, fill) for item in items], length)
             for name, fill in (
                 ("input_ids", self.pad_token_id),
@@ -354,7 +383,7 @@ class SFTCollator:
         batch["prompts"] = batch["input_ids"][:, :1].clone()
         batch["responses"] = batch["input_ids"][:, 1:].clone()
         batch["response_mask"] = batch.pop("loss_mask")[:, 1:].clone()
-        return batch
+        return batch | image_column(items)
 
 
 def _stack(rows: list[torch.Tensor], length: int) -> torch.Tensor:

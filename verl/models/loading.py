@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.modeling_layers import GenericForTokenClassification
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.utils import logging as hf_logging
 
 from verl.errors import ConfigError
@@ -239,7 +239,7 @@ def load_classifier(
     if not any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
         config.num_labels = 1
     model, missing = _from_pretrained(
-        AutoModelForSequenceClassification, model_config, dtype, config, head=True, deferred=deferred
+        model_class("classifier", config), model_config, dtype, config, head=True, deferred=deferred
     )
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
         raise ConfigError(f"{type(model).__name__} has no linear head named 'score'; use a decoder-style reward model")
@@ -262,15 +262,19 @@ LOADERS: dict[str, Callable[..., PreTrainedModel]] = {
 }
 
 
+#: head -> the Auto class of models with it, and what a family without one gets
+_WITH_HEADS: dict[str, tuple[Any, type]] = {
+    "value": (AutoModelForTokenClassification, GenericForTokenClassification),
+    "classifier": (AutoModelForSequenceClassification, GenericForSequenceClassification),
+}
+
+
 def model_class(head: str, config: PreTrainedConfig) -> Any:
     """The class, or Auto class, of a model with a head, for ``from_pretrained``."""
     if head == "lm":
         return language_model_class(config)
-    if head == "classifier":
-        return AutoModelForSequenceClassification
-    if type(config) in AutoModelForTokenClassification._model_mapping:
-        return AutoModelForTokenClassification
-    return _token_classification_class(config)
+    auto, generic = _WITH_HEADS[head]
+    return auto if type(config) in auto._model_mapping else _class_with_head(generic, config)
 
 
 def language_model_class(config: PreTrainedConfig) -> Any:
@@ -280,15 +284,15 @@ def language_model_class(config: PreTrainedConfig) -> Any:
     return AutoModelForImageTextToText
 
 
-def _token_classification_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """A token classifier for a family that Transformers defines none for, built as those of the other families are."""
+def _class_with_head(generic: type, config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """A classifier for a family that Transformers defines none for, built as those of the other families are."""
     backbone = AutoModel._model_mapping[type(config)]
     family = next(
         base
         for base in backbone.__mro__[1:]
         if issubclass(base, PreTrainedModel) and base is not PreTrainedModel and "PreTrained" in base.__name__
     )
-    name = backbone.__name__.removesuffix("Model") + "ForTokenClassification"
+    name = backbone.__name__.removesuffix("Model") + generic.__name__.removeprefix("Generic")
     # "config" is annotated so that Transformers sees this family's config class, not the one of a multi-modal parent.
     space = {"config": None, "__annotations__": {"config": type(config)}, "config_class": type(config)}
     # files of some families name tensors differently from the modules, in the way of their language model
@@ -296,7 +300,7 @@ def _token_classification_class(config: PreTrainedConfig) -> type[PreTrainedMode
     renamed = get_checkpoint_conversion_mapping(getattr(language_model, "__name__", ""))
     if renamed is not None:
         register_checkpoint_conversion_mapping(name, renamed, overwrite=True)
-    return type(name, (GenericForTokenClassification, family), space)
+    return type(name, (generic, family), space)
 
 
 @contextmanager

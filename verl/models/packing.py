@@ -125,7 +125,7 @@ def build_layout(
         response_mask: (B, R), non-zero for the tokens whose results are wanted.
         packed: remove all padding; otherwise keep rows and drop only all-padding columns.
         share_prompts: when packed, let rows with equal prompts share them if that removes a tenth of the tokens.
-        images: of the rows; prompts are equal only if their images are.
+        images: of the rows, in prompts and responses; prompts are equal only if their images are.
 
     Raises:
         SchemaError: a shape does not fit, or a token is to be predicted from nothing.
@@ -182,7 +182,9 @@ def build_layout(
             response_length=response_length,
             tokens=rows * kept,
             results=results,
-            images=None if images is None else images.take(every_row, np.flatnonzero(images.places[:, first:end])),
+            images=None
+            if images is None
+            else images.take(np.zeros(rows, bool), np.flatnonzero(images.places[:, first:end])),
         )
 
     lengths = valid.sum(1)
@@ -226,7 +228,7 @@ def build_layout(
         response_length=response_length,
         tokens=total,
         results=results,
-        images=None if images is None else images.take(every_row[~follows], where[images.places & stored]),
+        images=None if images is None else images.take(follows, where[images.places & stored]),
     )
 
 

@@ -25,6 +25,10 @@ from verl.errors import DataError
 #: model types whose images and positions work as described above
 FAMILIES = ("qwen2_5_vl", "qwen2_vl")
 
+#: of ``multi_modal_inputs``, optional: see :attr:`PromptImages.starts`
+STARTS = "image_starts"
+_NEEDED = {"pixel_values", "image_grid_thw"}
+
 
 @dataclass(frozen=True)
 class ImageTokens:
@@ -54,12 +58,15 @@ class ImageTokens:
         """Tokens of each image, (images,), from their grids (images, 3)."""
         return np.asarray(grid_thw).prod(-1) // self.merge**2
 
-    def positions(self, token_ids: np.ndarray, grid_thw: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    def positions(
+        self, token_ids: np.ndarray, grid_thw: np.ndarray, starts: Sequence[int] | None = None
+    ) -> tuple[np.ndarray, np.ndarray, int]:
         """Rotary positions of one row.
 
         Args:
             token_ids: (L,) without padding.
             grid_thw: (images, 3) patches in time, height and width of each image, in the order of the text.
+            starts: where each image's placeholders begin; None: at the next placeholder.
 
         Returns:
             (3, L) positions, (M,) places of the placeholders, and what to add to the number of a token behind the row
@@ -73,10 +80,13 @@ class ImageTokens:
         places: list[np.ndarray] = []
         at = position = 0
         for number, (grid, count) in enumerate(zip(np.asarray(grid_thw).tolist(), self.counts(grid_thw), strict=True)):
-            found = np.flatnonzero(is_image[at:])
-            begin = at + int(found[0]) if len(found) else len(token_ids)
+            if starts is None:
+                found = np.flatnonzero(is_image[at:])
+                begin = at + int(found[0]) if len(found) else len(token_ids)
+            else:
+                begin = int(starts[number])
             end = begin + int(count)
-            if not len(found) or end > len(token_ids) or not is_image[begin:end].all():
+            if begin < at or end > len(token_ids) or not is_image[begin:end].all():
                 raise DataError(
                     f"image {number} of a row needs {int(count)} placeholder tokens (id {self.token_id}) in one piece "
                     f"behind token {at}; a prompt with images must not be cut"
@@ -95,17 +105,25 @@ class ImageTokens:
 
 @dataclass(frozen=True, eq=False)
 class PromptImages:
-    """The images of one prompt as a processor makes them. Equal images have equal keys.
+    """The images of one prompt, or of a whole row, as a processor makes them. Equal images have equal keys.
 
     Attributes:
         pixel_values: (patches, numbers of a patch) float32, image after image.
         grid_thw: (images, 3) int64, patches in time, height and width.
-        key: digest of both.
+        keys: digest of each image.
+        starts: number of the row's token at which each image's placeholders begin; None: at the next placeholder that
+            no image has. Needed where the policy may have sampled placeholders before an image.
     """
 
     pixel_values: Tensor
     grid_thw: Tensor
-    key: str
+    keys: tuple[str, ...]
+    starts: tuple[int, ...] | None = None
+
+    @property
+    def identity(self) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
+        """Equal for equal images in equal places."""
+        return self.keys, self.starts
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any] | None) -> PromptImages | None:
@@ -116,10 +134,10 @@ class PromptImages:
         """
         if not inputs:
             return None
-        unknown = sorted(set(inputs) - {"pixel_values", "image_grid_thw"})
-        if unknown or len(inputs) != 2:
+        if not _NEEDED <= set(inputs) <= _NEEDED | {STARTS}:
             raise DataError(
-                f"multi_modal_inputs of a row holds {sorted(inputs)}; models here read pixel_values and image_grid_thw"
+                f"multi_modal_inputs of a row holds {sorted(inputs)}; models here read pixel_values and image_grid_thw "
+                f"(and {STARTS}, where an image's placeholders are not the next ones)"
             )
         pixels = torch.as_tensor(inputs["pixel_values"]).float().contiguous()
         grid = torch.as_tensor(inputs["image_grid_thw"]).long().contiguous()
@@ -129,9 +147,22 @@ class PromptImages:
                 f"pixel_values {tuple(pixels.shape)} must be (patches, numbers of a patch) with as many patches as "
                 f"image_grid_thw {tuple(grid.shape)} says ({patches})"
             )
-        digest = hashlib.blake2b(grid.numpy().tobytes(), digest_size=16)
-        digest.update(pixels.numpy().tobytes())
-        return cls(pixels, grid, digest.hexdigest())
+        parts = pixels.split(grid.prod(-1).tolist())
+        keys = tuple(_digest(*image) for image in zip(grid, parts, strict=True))
+        starts = inputs.get(STARTS)
+        return cls(pixels, grid, keys, None if starts is None else tuple(torch.as_tensor(starts).tolist()))
+
+    def behind(self, count: int) -> PromptImages:
+        """The images that follow the first ``count``."""
+        patches = int(self.grid_thw[:count].prod(-1).sum())
+        starts = None if self.starts is None else self.starts[count:]
+        return PromptImages(self.pixel_values[patches:], self.grid_thw[count:], self.keys[count:], starts)
+
+
+def _digest(grid: Tensor, pixels: Tensor) -> str:
+    digest = hashlib.blake2b(grid.numpy().tobytes(), digest_size=16)
+    digest.update(pixels.numpy().data)
+    return digest.hexdigest()
 
 
 def prompt_images(rows: Sequence[Mapping[str, Any] | None]) -> list[PromptImages | None]:
@@ -148,13 +179,15 @@ class RowImages:
     """Images of some padded rows, for planning the model's input.
 
     Attributes:
-        images: of each row; rows with equal images have the same object.
-        number: (B,) equal for rows with equal images, -1 without.
+        images: of each row.
+        in_prompt: (B,) how many of them stand in the row's prompt.
+        number: (B,) equal for rows whose prompts have equal images, -1 without.
         positions: (3, B, S) rotary positions, 0 at padding.
         places: (B, S) bool, the placeholders.
     """
 
     images: list[PromptImages | None]
+    in_prompt: np.ndarray
     number: np.ndarray
     positions: np.ndarray
     places: np.ndarray
@@ -168,6 +201,7 @@ class RowImages:
         input_ids: np.ndarray,
         valid: np.ndarray,
         positions: np.ndarray,
+        prompt_length: int,
     ) -> RowImages:
         """Find the placeholders and positions of rows.
 
@@ -176,25 +210,45 @@ class RowImages:
             table: the different images.
             number: (B,) which of them a row has; -1 for none.
             input_ids, valid, positions: (B, S) tokens, which of them are real, and the positions that text has.
+            prompt_length: so many of the first columns are the prompt.
 
         Raises:
             DataError: a row's placeholders are not those of its images, or patches have another size than the model's.
         """
         stacked = np.repeat(positions[None], 3, 0)
         places = np.zeros(input_ids.shape, bool)
+        in_prompt, prompt_number = np.zeros(len(number), np.int64), np.full(len(number), -1)
+        numbers: dict[tuple[str, ...], int] = {}
         for row, which in enumerate(number.tolist()):
             if which < 0:
                 continue
             check_patches(table[which], tokens)
             columns = np.flatnonzero(valid[row])
-            found, at, _ = tokens.positions(input_ids[row, columns], table[which].grid_thw.numpy())
+            images = table[which]
+            found, at, _ = tokens.positions(input_ids[row, columns], images.grid_thw.numpy(), images.starts)
             stacked[:, row, columns] = found
             places[row, columns[at]] = True
-        return cls([None if n < 0 else table[n] for n in number.tolist()], number, stacked, places)
+            ends = tokens.counts(images.grid_thw.numpy()).cumsum()
+            shown = int(places[row, :prompt_length].sum())
+            in_prompt[row] = count = int(np.searchsorted(ends, shown, "right"))
+            if shown != (ends[count - 1] if count else 0):
+                prompt_number[row] = -2 - row  # an image over the prompt's end makes the prompt like no other
+            elif count:
+                prompt_number[row] = numbers.setdefault(images.keys[:count], len(numbers))
+        return cls([None if n < 0 else table[n] for n in number.tolist()], in_prompt, prompt_number, stacked, places)
 
-    def take(self, rows: np.ndarray, index: np.ndarray) -> ImageInputs | None:
-        """What the model reads of the images of ``rows``; ``index`` (M,) says where their features go."""
-        chosen = [image for row in rows.tolist() if (image := self.images[row]) is not None]
+    def take(self, follows: np.ndarray, index: np.ndarray) -> ImageInputs | None:
+        """What the model reads of the images.
+
+        Args:
+            follows: (B,) rows whose prompt another row has stored, with its images.
+            index: (M,) where the features of all others go.
+        """
+        chosen = [
+            image.behind(count) if later else image
+            for image, later, count in zip(self.images, follows.tolist(), self.in_prompt.tolist(), strict=True)
+            if image is not None and not (later and count == len(image.keys))
+        ]
         return joined_images(chosen, index) if chosen else None
 
 

@@ -8,6 +8,7 @@ whole batch. A response depends on the seed, the prompt's row and its number alo
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import shutil
@@ -44,7 +45,8 @@ class Generator:
 
     def __init__(self, config: GenerationConfig) -> None:
         from verl.data.files import Rows
-        from verl.utils.tokenizer import load_tokenizer
+        from verl.data.images import ImageReader
+        from verl.utils.tokenizer import load_processor, load_tokenizer
 
         self.config = config
         self.output = Path(str(config.data.output_path)).expanduser().absolute()
@@ -54,6 +56,11 @@ class Generator:
         model = config.model
         self.tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
         self.rows: Rows = Rows(config.data.path, required=[config.data.prompt_key])
+        self.images = ImageReader.of(
+            self.rows, config.data, lambda: load_processor(str(model.path), model.trust_remote_code)
+        )
+        if self.images is not None:
+            self._check_images()
         limit = config.data.max_samples
         self.count = len(self.rows) if limit < 0 else min(limit, len(self.rows))
         self.parts = self.output.with_name(f".{self.output.stem}.parts")
@@ -73,6 +80,13 @@ class Generator:
                 logger.info("batch %d of %d", number, len(todo))
         self._join()
         return self.output
+
+    def _check_images(self) -> None:
+        """Refuse engines and models that read none."""
+        from verl.trainer.image_checks import refuse
+        from verl.trainer.ppo.checks import image_problems
+
+        refuse([problem.removeprefix("actor_rollout_ref.") for problem in image_problems(self.config.sealed_run())])
 
     # ---- generating ---------------------------------------------------------------------------------------------
 
@@ -99,7 +113,7 @@ class Generator:
         n = self.config.data.n_samples
         batch = with_samples(self._prompts(numbers), n, uid_prefix="row")
         batch.batch["sample_index"] += numbers.start * n
-        answers = generate(rollout, batch, step=0, validate=False)
+        answers = generate(rollout, batch, step=0, validate=False, row_fields=("multi_modal_inputs",))
         responses = answers.batch["responses"]
         present = answers.batch["attention_mask"][:, -responses.shape[1] :].bool()
         tokens = [row[keep].tolist() for row, keep in zip(responses, present, strict=True)]
@@ -119,32 +133,56 @@ class Generator:
         from verl.protocol import DataProto
 
         width = self.config.data.max_prompt_length
-        items = [left_padded(self._prompt_ids(number), width, self.tokenizer.pad_token_id) for number in numbers]
+        items: list[dict[str, Any]] = []
+        for number in numbers:
+            ids, images = self._prompt(number)
+            item: dict[str, Any] = left_padded(ids, width, self.tokenizer.pad_token_id)
+            items.append(item if self.images is None else {**item, "multi_modal_inputs": images})
         return DataProto.from_single_dict(collate_fn(items))
 
-    def _prompt_ids(self, number: int) -> list[int]:
-        from verl.data.chat import as_messages, encode, render
-        from verl.data.images import reject_images
-
-        data, row = self.config.data, self.rows[number]
-        prompt = row[data.prompt_key]
+    def _prompt(self, number: int) -> tuple[list[int], dict[str, Any] | None]:
+        """The tokens of a row's prompt, and its images as the model reads them."""
+        data = self.config.data
         try:
-            reject_images(row, "this command")
-            if isinstance(prompt, str) and getattr(self.tokenizer, "chat_template", None):
-                prompt = [{"role": "user", "content": prompt}]
-            if not isinstance(prompt, str):
-                kwargs = data.apply_chat_template_kwargs
-                prompt = render(self.tokenizer, as_messages(prompt), add_generation_prompt=True, template_kwargs=kwargs)
-            ids = encode(self.tokenizer, prompt)
+            ids, images = self._tokens(number)
             limit = data.max_prompt_length
-            if not ids or (len(ids) > limit and data.truncation == "error"):
+            if not ids or (len(ids) > limit and (data.truncation == "error" or images is not None)):
+                remedy = (
+                    "cut prompts with data.truncation=left or right"
+                    if images is None
+                    else "lower data.image_max_pixels; prompts with images are not cut"
+                )
                 raise DataError(
                     f"the prompt has {len(ids)} tokens, allowed are 1 to data.max_prompt_length={limit}; raise it, or "
-                    "cut prompts with data.truncation=left or right"
+                    f"{remedy}"
                 )
         except DataError as error:
             raise DataError(f"{self.rows.place(number)}, column {data.prompt_key!r}: {error}") from error
-        return ids[-limit:] if data.truncation == "left" else ids[:limit]
+        return (ids[-limit:] if data.truncation == "left" else ids[:limit]), images
+
+    def _tokens(self, number: int) -> tuple[list[int], dict[str, Any] | None]:
+        from verl.data.chat import as_messages, encode, render
+        from verl.data.images import as_values, reject_images, with_image_parts
+
+        data, row = self.config.data, self.rows[number]
+        reject_images(row, "this command", ["videos"])
+        shown = as_values(row.get(data.image_key))
+        prompt = row[data.prompt_key]
+        if isinstance(prompt, str) and getattr(self.tokenizer, "chat_template", None):
+            prompt = [{"role": "user", "content": prompt}]
+        if not isinstance(prompt, str):
+            messages = as_messages(prompt, parts=self.images is not None)
+            if self.images is not None:
+                messages = with_image_parts(messages, len(shown))
+            kwargs = data.apply_chat_template_kwargs
+            prompt = render(self.tokenizer, messages, add_generation_prompt=True, template_kwargs=kwargs)
+        elif shown:
+            raise DataError("the row has images, and the tokenizer no chat template that says where they stand")
+        ids = encode(self.tokenizer, prompt)
+        if self.images is None or not shown:
+            return ids, None
+        inputs = self.images.read(shown, self.rows.directory(number))
+        return self.images.expand(ids, inputs["image_grid_thw"]), inputs
 
     # ---- files --------------------------------------------------------------------------------------------------
 
@@ -183,7 +221,7 @@ class Generator:
         key = self.config.data.response_key
         rows = [self.rows[a["row"]] | {key: a["responses"], "response_lengths": a["response_lengths"]} for a in answers]
         if self.output.suffix == ".jsonl":
-            text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+            text = "".join(json.dumps(row, ensure_ascii=False, default=_as_json) + "\n" for row in rows)
             atomic_write_text(self.output, text)
         else:
             self._write_parquet(rows)
@@ -204,6 +242,13 @@ class Generator:
             ) from error
         with atomic_open(self.output, "wb") as handle:
             pq.write_table(table, handle)
+
+
+def _as_json(value: Any) -> str:
+    """A value that JSON does not know; bytes, of images for example, as an address that readers of images take."""
+    if isinstance(value, bytes):
+        return f"data:application/octet-stream;base64,{base64.b64encode(value).decode()}"
+    return str(value)
 
 
 def run_generation(config: GenerationConfig) -> Path:

@@ -74,7 +74,8 @@ class TaskRunner:
         from verl.data import has_images
         from verl.models.loading import import_external_lib
         from verl.rewards import load_reward_manager
-        from verl.trainer.ppo.checks import check_algorithm, check_images
+        from verl.trainer.image_checks import refuse
+        from verl.trainer.ppo.checks import check_algorithm, image_problems
         from verl.trainer.ppo.placement import build_worker_groups
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.trainer.ppo.scoring import Scorer
@@ -98,7 +99,7 @@ class TaskRunner:
         train_loader = None if trainer.val_only else self.build_train_loader(tokenizer, processor)
         val_loader = self.build_val_loader(tokenizer, processor)
         if any(has_images(loader.dataset) for loader in (train_loader, val_loader) if loader is not None):
-            check_images(config)
+            refuse(image_problems(config))
         batches = 0 if train_loader is None else len(train_loader)
         total_steps = steps_in_run(batches, trainer.total_epochs, trainer.total_training_steps)
         for directory in filter(None, (trainer.rollout_data_dir, trainer.validation_data_dir)):

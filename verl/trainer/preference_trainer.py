@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
+from torch import Tensor
 
 from verl.data.preference_dataset import PreferenceCollator, PreferenceDataset
 from verl.trainer.sft_trainer import Batch, SFTTrainer, build_engine, build_parts, run
@@ -59,7 +60,8 @@ class PreferenceTrainer(SFTTrainer):
             count = len(batch["input_ids"])
             if count:
                 where = next(iter(outputs.values())).device
-                fields = TensorDict(dict(rows), batch_size=[count]).to(where)
+                tensors = {name: value for name, value in rows.items() if isinstance(value, Tensor)}
+                fields = TensorDict(tensors, batch_size=[count]).to(where)
                 _, metrics = self.loss(outputs, fields, GlobalBatchInfo(1, 0, count))
                 # its weight is a share of this call's pairs; between batches the number of pairs counts
                 metrics["train/loss"] = mmean(metrics["train/loss"].value * count / 2, count / 2)

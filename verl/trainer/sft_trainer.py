@@ -17,15 +17,17 @@ from torch.utils.data import Dataset
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.nonfinite import NonfiniteUpdates
 from verl.checkpoint.state import TRAINER_STATE, load_state
+from verl.data import has_images
 from verl.data.loader import ResumableDataLoader, create_dataloader
 from verl.data.sft_dataset import SFTCollator, SFTDataset, create_examples
+from verl.trainer.image_checks import engine_problems, model_problems, refuse
 from verl.trainer.sft_saving import SFTSaver
 from verl.utils.distributed import all_reduce_numbers, barrier, get_rank, get_world_size, init_process_group
 from verl.utils.metrics import MetricSet
 from verl.utils.seeding import derive_seed, deterministic, set_seed
 from verl.utils.stopping import StopWatch
 from verl.utils.timing import StepTimer
-from verl.utils.tokenizer import load_tokenizer
+from verl.utils.tokenizer import load_processor, load_tokenizer
 from verl.utils.tracking import Tracking
 from verl.workers.engine.base import MicroBatching, TrainEngine
 from verl.workers.losses import sft_loss
@@ -231,13 +233,18 @@ def build_parts(config: FineTuningConfig, dataset: type[Dataset], collator: Call
     set_seed(derive_seed(config.trainer.seed, "sft", rank))
 
     data = config.data
-    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.trust_remote_code)
-    share, shares = config.model.row_share(rank, world)
+    model = config.model
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code)
+    processor = load_processor(str(model.path), model.trust_remote_code)
+    share, shares = model.row_share(rank, world)
     seed = derive_seed(config.trainer.seed, "data") if data.seed is None else data.seed
 
     def loader(files: list[str], limit: int, *, train: bool) -> ResumableDataLoader:
+        examples = create_examples(dataset, files, tokenizer, data, limit, processor)
+        if has_images(examples):
+            refuse([*engine_problems("model", model), *model_problems({"model.path": model})])
         return create_dataloader(
-            create_examples(dataset, files, tokenizer, data, limit),
+            examples,
             data,
             batch_size=data.train_batch_size,
             shuffle=data.shuffle and train,

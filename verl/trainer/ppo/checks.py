@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from verl.algorithms.registry import fields_needed, get_adv_estimator_fn, is_prepared
 from verl.config import ModelConfig, PPOConfig
 from verl.errors import ConfigError
-from verl.models.loading import load_hf_config
-from verl.models.vision import FAMILIES, ImageTokens
 from verl.schema import STAGES
+from verl.trainer.image_checks import engine_problems, model_problems
 from verl.workers.losses import actor_loss
 
 #: fields that every batch has when advantages are estimated
@@ -87,37 +85,27 @@ def check_algorithm(config: PPOConfig, source_fields: frozenset[str] = frozenset
 _IMAGE_ROLLOUTS = ("hf", "vllm")
 
 
-def check_images(config: PPOConfig) -> None:
-    """Refuse what does not work with images in prompts.
-
-    Raises:
-        ConfigError: with every problem.
-    """
-    section = config.actor_rollout_ref
-    problems: list[str] = []
+def image_problems(config: PPOConfig) -> list[str]:
+    """A sentence for each thing that does not work with images in prompts."""
+    section, reward_model = config.actor_rollout_ref, config.reward_model
     trained: dict[str, Any] = {"actor_rollout_ref.actor": section.actor}
+    models: dict[str, ModelConfig] = {"actor_rollout_ref.model.path": section.model}
+    problems: list[str] = []
     if config.use_reference_policy:
         trained["actor_rollout_ref.ref"] = section.ref
-    models: dict[str, ModelConfig] = {"actor_rollout_ref.model.path": section.model}
     if config.use_critic:
         trained["critic"] = config.critic
         models["critic.model.path"] = config.critic.model
-    if config.reward_model.implicit:
-        trained["reward_model"] = config.reward_model
-        models["reward_model.model.path"] = config.reward_model.model
-        if config.reward_model.ref_path:
-            models["reward_model.ref_path"] = replace(config.reward_model.model, path=config.reward_model.ref_path)
-    elif config.reward_model.enable:
+    if reward_model.implicit:
+        trained["reward_model"] = reward_model
+        models["reward_model.model.path"] = reward_model.model
+        if reward_model.ref_path:
+            models["reward_model.ref_path"] = replace(reward_model.model, path=reward_model.ref_path)
+    elif reward_model.enable:
         problems.append("reward_model.enable=True: reward models read text alone; use a reward function")
     for path, part in trained.items():
-        if part.strategy == "megatron":
-            problems.append(f"{path}.strategy=megatron: trains on text alone; use fsdp2")
-        elif part.fsdp_config.ulysses_sequence_parallel_size > 1:
-            problems.append(
-                f"{path}.fsdp_config.ulysses_sequence_parallel_size="
-                f"{part.fsdp_config.ulysses_sequence_parallel_size}: does not cut sequences with images; use 1"
-            )
-    problems += _unread_images(models)
+        problems += engine_problems(path, part)
+    problems += model_problems(models)
     rollout = section.rollout
     if rollout.name not in _IMAGE_ROLLOUTS:
         problems.append(
@@ -127,24 +115,7 @@ def check_images(config: PPOConfig) -> None:
         problems.append(
             "actor_rollout_ref.rollout.agent: agent loops read text alone; answer prompts with images in one turn"
         )
-    if problems:
-        lines = "\n".join(f"  - {problem}" for problem in problems)
-        raise ConfigError(f"the data has prompts with images, with which this does not work:\n{lines}")
-
-
-def _unread_images(models: Mapping[str, ModelConfig]) -> Iterator[str]:
-    """A sentence for each model that does not read the images of the first one, the policy."""
-    policy: ImageTokens | None = None
-    for key, model in models.items():
-        tokens = ImageTokens.of(hf_config := load_hf_config(model))
-        policy = policy or tokens
-        if tokens is None:
-            yield (
-                f"{key}={model.path}: images of a {hf_config.model_type!r} model are not read here; use a model of the "
-                f"kinds {', '.join(FAMILIES)}"
-            )
-        elif tokens != policy:
-            yield f"{key}={model.path}: reads images as {tokens}, the policy as {policy}; use a model of its family"
+    return problems
 
 
 def _check_fields(key: str, missing: frozenset[str]) -> None:

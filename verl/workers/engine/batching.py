@@ -22,7 +22,7 @@ from verl.models.packing import prompt_leaders, sharing_pays
 from verl.utils.metrics import MetricSet
 from verl.utils.seqlen_balancing import plan_micro_batches
 from verl.workers.engine.base import GlobalBatchInfo, MicroBatching
-from verl.workers.engine.images import NUMBER, has_images
+from verl.workers.engine.images import COLUMN, NUMBER, has_images, with_images
 
 #: ``meta_info`` of an update: rows of a mini-batch over all ranks, where trajectories have a varying number of rows
 MINI_BATCH_ROWS = "mini_batch_rows"
@@ -47,7 +47,7 @@ def as_tensordict(batch: TensorDict | Mapping[str, Tensor], *, reads_images: boo
     """The batch as a TensorDict, without copying.
 
     Args:
-        batch: as engines get it.
+        batch: as engines get it. A mapping may hold ``multi_modal_inputs``, a list with each row's images, or None.
         reads_images: whether this engine can take images.
 
     Raises:
@@ -58,14 +58,14 @@ def as_tensordict(batch: TensorDict | Mapping[str, Tensor], *, reads_images: boo
     missing = [name for name in REQUIRED_FIELDS if name not in present]
     if missing:
         raise SchemaError(f"the batch lacks {missing}; it has {sorted(present)}")
-    if isinstance(batch, TensorDict):
-        if has_images(batch) and not reads_images:
-            raise ConfigError(
-                "the batch has images, and this training engine reads text alone; set actor.strategy=fsdp2"
-            )
-        return batch
-    tensors = dict(batch)
-    return TensorDict(tensors, batch_size=[tensors["input_ids"].shape[0]])
+    if not isinstance(batch, TensorDict):
+        fields: dict[str, Any] = dict(batch)
+        images = fields.pop(COLUMN, None)
+        batch = TensorDict(fields, batch_size=[fields["input_ids"].shape[0]])
+        batch = batch if images is None else with_images(batch, images)
+    if has_images(batch) and not reads_images:
+        raise ConfigError("the batch has images, and this training engine reads text alone; set actor.strategy=fsdp2")
+    return batch
 
 
 def plan_batch(

@@ -17,12 +17,14 @@ from verl.models.vision import ImageTokens, PromptImages, RowImages, prompt_imag
 from verl.protocol import DataProto
 
 NUMBER, TABLE = "image_number", "image_table"
+#: of a batch outside engines: ``pixel_values`` and ``image_grid_thw`` of each row, or None
+COLUMN = "multi_modal_inputs"
 
 
 def engine_rows(data: DataProto) -> TensorDict:
-    """The tensors of a batch, and the images of its column ``multi_modal_inputs`` if there is one."""
+    """The tensors of a batch, and the images of its :data:`COLUMN` if there is one."""
     rows: TensorDict = data.batch
-    column = data.non_tensor_batch.get("multi_modal_inputs")
+    column = data.non_tensor_batch.get(COLUMN)
     return rows if column is None else with_images(rows, list(column))
 
 
@@ -31,22 +33,22 @@ def with_images(rows: TensorDict, inputs: Sequence[Mapping[str, Any] | None]) ->
 
     Args:
         rows: B rows.
-        inputs: ``multi_modal_inputs`` of each: ``pixel_values`` and ``image_grid_thw``, or None.
+        inputs: ``multi_modal_inputs`` of each: ``pixel_values`` and ``image_grid_thw`` of all its images, or None.
 
     Returns:
         ``rows`` itself where no row has an image.
     """
     images = prompt_images(inputs)
-    table: dict[str, PromptImages] = {}
-    numbers: dict[str, int] = {}
+    table: dict[Any, PromptImages] = {}
+    numbers: dict[Any, int] = {}
     for image in images:
         if image is not None:
-            numbers.setdefault(image.key, len(table))
-            table.setdefault(image.key, image)
+            numbers.setdefault(image.identity, len(table))
+            table.setdefault(image.identity, image)
     if not table:
         return rows
     out = rows.copy()
-    out[NUMBER] = torch.tensor([-1 if image is None else numbers[image.key] for image in images])
+    out[NUMBER] = torch.tensor([-1 if image is None else numbers[image.identity] for image in images])
     out[TABLE] = NonTensorData(list(table.values()), batch_size=out.batch_size)
     return out
 
@@ -77,4 +79,5 @@ def images_of(rows: TensorDict, tokens: ImageTokens | None) -> RowImages | None:
         rows["input_ids"].cpu().numpy(),
         rows["attention_mask"].cpu().numpy() != 0,
         rows["position_ids"].cpu().numpy(),
+        rows["input_ids"].shape[1] - rows["response_mask"].shape[1],
     )

@@ -232,7 +232,7 @@ def _check_images(request: GenerationRequest, images: PromptImages, tokens: Imag
         )
     try:
         check_patches(images, tokens)
-        tokens.positions(np.array(request.prompt_ids), images.grid_thw.numpy())
+        tokens.positions(np.array(request.prompt_ids), images.grid_thw.numpy(), images.starts)
     except DataError as error:
         raise RolloutError(f"request {name!r}: {error}") from error
 

@@ -51,7 +51,7 @@ def engine_input(request: GenerationRequest, tokens: ImageTokens | None, version
         "type": "multimodal",
         "prompt_token_ids": context,
         "mm_kwargs": _items(request.images, tokens),
-        "mm_hashes": {"image": [f"{request.images.key}-{n}-{version}" for n in range(len(request.images.grid_thw))]},
+        "mm_hashes": {"image": [f"{key}-{version}" for key in request.images.keys]},
         "mm_placeholders": {"image": _places(context, request.images, tokens)},
     }
 
@@ -70,7 +70,7 @@ def _places(context: list[int], images: PromptImages, tokens: ImageTokens) -> li
     from vllm.multimodal.inputs import PlaceholderRange
 
     grid = images.grid_thw.numpy()
-    _, places, _ = tokens.positions(np.array(context), grid)
+    _, places, _ = tokens.positions(np.array(context), grid, images.starts)
     ends = tokens.counts(grid).cumsum()
     return [
         PlaceholderRange(offset=int(places[end - count]), length=int(count))

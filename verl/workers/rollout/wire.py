@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class PackedRequests:
         sampling_of: int64 (N,), which of them a request has.
         seeds: N seeds.
         partials: what continued requests have already, by the number of the request.
-        images: pixel values, grids and key of the different prompts that have images, by the number of the prompt.
+        images: pixel values, grids, keys and starts of different prompts with images, by the number of the prompt.
     """
 
     request_ids: list[str]
@@ -43,12 +44,12 @@ class PackedRequests:
     sampling_of: np.ndarray
     seeds: list[int | None]
     partials: dict[int, PackedCompletions]
-    images: dict[int, tuple[np.ndarray, np.ndarray, str]]
+    images: dict[int, tuple[np.ndarray, np.ndarray, tuple[str, ...], tuple[int, ...] | None]]
 
     @classmethod
     def pack(cls, requests: Sequence[GenerationRequest]) -> PackedRequests:
         """Arrays from requests."""
-        prompts: dict[tuple[tuple[int, ...], str | None], int] = {}
+        prompts: dict[tuple[tuple[int, ...], Any], int] = {}
         settings: dict[SamplingParams, int] = {}
         prompt_of = [prompts.setdefault(prompt_key(request), len(prompts)) for request in requests]
         sampling_of = [settings.setdefault(replace(item.sampling, seed=None), len(settings)) for item in requests]
@@ -66,7 +67,11 @@ class PackedRequests:
                 if request.partial is not None
             },
             {
-                prompt: (request.images.pixel_values.numpy(), request.images.grid_thw.numpy(), request.images.key)
+                prompt: (
+                    request.images.pixel_values.numpy(),
+                    request.images.grid_thw.numpy(),
+                    *request.images.identity,
+                )
                 for prompt, request in zip(prompt_of, requests, strict=True)
                 if request.images is not None
             },
@@ -78,8 +83,8 @@ class PackedRequests:
         rows = zip(self.request_ids, self.prompt_of.tolist(), self.sampling_of.tolist(), self.seeds, strict=True)
         partials = {number: packed.unpack()[0] for number, packed in self.partials.items()}
         images = {
-            prompt: PromptImages(tensor_of(pixels), tensor_of(grid), key)
-            for prompt, (pixels, grid, key) in self.images.items()
+            prompt: PromptImages(tensor_of(pixels), tensor_of(grid), keys, starts)
+            for prompt, (pixels, grid, keys, starts) in self.images.items()
         }
         return [
             GenerationRequest(
@@ -146,9 +151,9 @@ class PackedCompletions:
         ]
 
 
-def prompt_key(request: GenerationRequest) -> tuple[tuple[int, ...], str | None]:
+def prompt_key(request: GenerationRequest) -> tuple[tuple[int, ...], Any]:
     """Equal for requests with the same prompt."""
-    return tuple(request.prompt_ids), None if request.images is None else request.images.key
+    return tuple(request.prompt_ids), None if request.images is None else request.images.identity
 
 
 def _flat(rows: Iterable[Iterable[float]], dtype: type) -> np.ndarray:

@@ -250,7 +250,10 @@ class BatchRunner:
         for row, group in enumerate(groups):
             if group.images is not None:
                 length = len(group.context_ids)
-                found, at, ahead[row] = self.image_tokens.positions(ids[row, :length], group.images.grid_thw.numpy())
+                images = group.images
+                found, at, ahead[row] = self.image_tokens.positions(
+                    ids[row, :length], images.grid_thw.numpy(), images.starts
+                )
                 positions[:, row, :length] = found
                 places[row, at] = True
                 shown.append(group.images)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from verl.models.vision import PromptImages
 from verl.workers.rollout.base import Completion, GenerationRequest
 
 #: equal for sequences that one prefill serves
-_GroupKey = tuple[tuple[int, ...], str | None]
+_GroupKey = tuple[tuple[int, ...], Any]
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +46,7 @@ class Sequence:
     def group_key(self) -> _GroupKey:
         """Equal for sequences with the same context and images."""
         images = self.request.images
-        return tuple(self.context_ids), None if images is None else images.key
+        return tuple(self.context_ids), None if images is None else images.identity
 
     @property
     def context_length(self) -> int:
