@@ -105,6 +105,33 @@ def test_rows_that_do_not_divide_are_padded_and_right(readers: RayWorkerGroup) -
     assert torch.equal(sums(readers, batch, "ids2"), batch.batch["ids"].double() * 2)
 
 
+def test_a_picture_is_put_once_whatever_reads_it_and_in_whatever_order(readers: RayWorkerGroup) -> None:
+    small, first, second, more = torch.ones(4), torch.rand(5000), torch.rand(6000), torch.rand(7000)
+    one = {"pixels": [first], "grid": torch.tensor([1])}
+    two = {"pixels": [second, small], "grid": torch.tensor([2])}
+    three = {"pixels": [first, more], "grid": torch.tensor([3])}
+    column = [one, one, two, None, two, one, one, three]
+    batch = DataProto.from_dict({"ids": torch.arange(8)[:, None]}, {"shown": column})
+    totals = [0.0 if x is None else float(torch.cat(x["pixels"]).sum()) + float(x["grid"].sum()) for x in column]
+    want = torch.tensor(totals) + torch.arange(8)
+    traffic, before = readers.traffic, vars(readers.traffic).copy()
+
+    out = readers.look(batch)  # a method that takes fields with the call
+    torch.testing.assert_close(out.batch["sum"], want)
+    assert list(out.non_tensor_batch["different"]) == [2] * 4 + [3] * 4  # rows share them as before
+    pictures = 4 * (5000 + 6000 + 7000)
+    assert (traffic.fields - before["fields"], traffic.sent_bytes - before["sent_bytes"]) == (3, pictures)
+
+    order = torch.tensor([7, 2, 0, 3, 5, 4, 1, 6])
+    mixed = batch.select_idxs(order)
+    torch.testing.assert_close(readers.look_again(mixed).batch["sum"], want[order])
+    torch.testing.assert_close(readers.look_again(mixed).batch["sum"], want[order])
+    assert traffic.sent_bytes - before["sent_bytes"] == pictures + 8  # the ids in a byte each
+    first.add_(1.0)  # what changed is sent again
+    torch.testing.assert_close(readers.look(batch).batch["sum"][0], want[0] + 5000)
+    assert traffic.sent_bytes - before["sent_bytes"] == pictures + 8 + 4 * 5000
+
+
 def test_dtypes_arrive_as_they_were(readers: RayWorkerGroup) -> None:
     tensors = {
         "int64": torch.tensor([[0, 2**40]] * 4),

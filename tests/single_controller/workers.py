@@ -345,6 +345,23 @@ class Reader(Worker):
             value.fill_(7)
         return DataProto.from_dict(doubled, {"who": [self.rank] * len(data)})
 
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("pairs"))
+    def look(self, data: DataProto) -> DataProto:
+        """As :meth:`look_again`; its fields travel with the call."""
+        return self.look_again(data)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("pairs"), reuse_fields=True)
+    def look_again(self, data: DataProto) -> DataProto:
+        """The sum of a row's picture and its id, and how many different pictures there are."""
+        shown = list(data.non_tensor_batch["shown"])
+        sums = [
+            float(ids.sum())
+            + (0.0 if one is None else float(torch.cat(one["pixels"]).sum()) + float(one["grid"].sum()))
+            for ids, one in zip(data.batch["ids"], shown, strict=True)
+        ]
+        different = len({id(one) for one in shown if one is not None})
+        return DataProto.from_dict({"sum": torch.tensor(sums)}, {"different": [different] * len(data)})
+
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("pairs"), reuse_fields=True)
     def total(self, data: DataProto, scale: float = 1.0) -> DataProto:
         fields = {name: str(value.dtype) for name, value in data.batch.items()}

@@ -262,7 +262,8 @@ class RayWorkerGroup(WorkerGroup):
         sent = _Sender(
             rule is not None and not rule.materialize_futures,
             [*(value for row in args for value in row), *(v for kw in kwargs for v in kw.values())],
-            self._processes.fields if rule is not None and rule.reuse_fields else None,
+            self._processes.fields,
+            reuse=rule is not None and rule.reuse_fields,
         )
         references = []
         for index, rank in enumerate(ranks):
@@ -303,9 +304,10 @@ class RayWorkerGroup(WorkerGroup):
 class _Sender:
     """Turns the arguments of one call into what is sent: each object goes into the object store once."""
 
-    def __init__(self, keep_futures: bool, values: Sequence[Any], fields: FieldStore | None = None) -> None:
+    def __init__(self, keep_futures: bool, values: Sequence[Any], fields: FieldStore, *, reuse: bool) -> None:
         self._keep_futures = keep_futures
         self._fields = fields
+        self._reuse = reuse
         self._times = Counter(id(value) for value in values)
         self._forms: dict[int, Any] = {}
 
@@ -330,8 +332,12 @@ class _Sender:
                 value = only.value
         if is_ray_reference(value):
             return value
-        if self._fields is not None and isinstance(value, DataProto) and value.batch is not None and len(value):
-            return self._fields.place(value)
+        if isinstance(value, DataProto) and value.batch is not None and len(value):
+            if self._reuse:
+                return self._fields.place(value)
+            shard = self._fields.place_inside(value)
+            if shard.inside:
+                return shard
         packed = pack(value)
         return ray.put(packed) if shared else packed
 
