@@ -110,6 +110,7 @@ def test_a_worker_of_two_that_stops_is_named_and_replaced(
         assert run.finish(timeout_s=250) == 0, run.text()[-3000:]
         text = run.text()
     assert re.search(r"no result from ranks \[[01]\] within 45 s; they still run", text), text[-3000:]
+    assert "if they are only slow, raise trainer.worker_timeout_s" in text
     assert "restart 1 of trainer.max_restarts=1" in text
     records = metrics_by_step(directory)
     for row in expected:

@@ -437,6 +437,21 @@ class TestFailures:
             trouble.fail.options(timeout_s=0.5)(5, 3.0, "raise")
         assert trouble.fine() == [0, 1]
 
+    def test_the_limit_of_all_calls_names_its_key(self, trouble):
+        limited = RayWorkerGroup(
+            _processes=trouble._processes, role=trouble.role, timeout_s=0.5, timeout_key="trainer.worker_timeout_s"
+        )
+        limited = limited.spawn([trouble.role])[trouble.role]
+        with pytest.raises(WorkerError) as info:
+            limited.fail(5, 3.0, "raise")
+        assert str(info.value) == (
+            "worker 'actor_rollout_ref' rank 0 failed in fail():\nno result from ranks [0, 1] within 0.5 s; they still "
+            "run; if they are only slow, raise trainer.worker_timeout_s"
+        )
+        with pytest.raises(WorkerError, match=r"within 0.25 s; they still run$"):  # another limit, which no key set
+            limited.fail.options(timeout_s=0.25)(5, 0.0, "raise")
+        assert trouble.fine() == [0, 1]
+
     def test_a_long_wait_says_for_whom(self, trouble, caplog, monkeypatch):
         monkeypatch.setattr("verl.single_controller.ray.base.REPORT_S", 0.3)
         with caplog.at_level(logging.WARNING, logger="verl"), pytest.raises(WorkerError, match="within 1 s"):

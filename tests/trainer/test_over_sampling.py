@@ -215,6 +215,55 @@ def test_states_of_other_sources() -> None:
         other.load_state_dict(made.state_dict())
 
 
+def plain_source() -> SyncSource:
+    return SyncSource(Prompts(), Rollout(), N, Scorer(reward), row_fields=ROW_FIELDS)
+
+
+def test_carried_samples_cannot_be_lost_by_leaving_over_sampling_out(caplog: pytest.LogCaptureFixture) -> None:
+    """The error names the keys, and the second way that it names works."""
+    saved = source(carry=True)
+    steps(saved, 1, 3)
+    carried = 0 if saved._rows is None else len(saved._rows)
+    assert carried
+    with pytest.raises(CheckpointError) as info:
+        plain_source().load_state_dict(saved.state_dict())
+    text = str(info.value)
+    assert f"carries {carried} unfinished samples" in text
+    assert "this run has actor_rollout_ref.rollout.over_sample_rate=0" in text
+    assert "resume with over_sample_rate and partial_rollout as they were" in text
+    assert "partial_rollout=False" in text
+
+    between = source(carry=False)
+    between.load_state_dict(saved.state_dict())
+    ((batch, _),) = steps(between, 4, 4)
+    assert len(batch) == 4 * N
+    after = plain_source()
+    after.load_state_dict(between.state_dict())
+    assert after.dataloader.drawn == between.dataloader.drawn
+    left = between.state_dict()["prompts"]
+    assert ("had drawn and not begun are left out" in caplog.text) == (left is not None)
+
+
+def test_without_carried_samples_any_source_goes_on() -> None:
+    saved = source()
+    steps(saved, 1, 2)
+    after = plain_source()
+    after.load_state_dict(saved.state_dict())
+    assert after.dataloader.drawn == saved.dataloader.drawn
+
+
+def test_states_of_dynamic_sampling_around_over_sampling() -> None:
+    filtered = GroupFilter(source(carry=True), groups=4, n=N)
+    steps(filtered, 1, 2)
+    state = filtered.state_dict()
+    assert state["surplus"] is None
+    made = source(carry=True)
+    made.load_state_dict(state)
+    assert made.dataloader.drawn == filtered.source.dataloader.drawn  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError, match="over_sample_rate=0"):
+        plain_source().load_state_dict(state)
+
+
 def test_dynamic_sampling_asks_several_times() -> None:
     made = GroupFilter(source(carry=True), groups=4, n=N)
     seen: list[str] = []

@@ -263,6 +263,17 @@ def test_state_of_a_source_without_a_filter_is_taken_over() -> None:
     assert prompts_of(source.next_batch(2, StepTimer())[0]) == [5, 5, 7, 7]
 
 
+def test_groups_that_wait_cannot_be_lost_by_leaving_the_filter_out() -> None:
+    source = filtered(3)
+    source.next_batch(1, StepTimer())
+    plain = sync_source(differs_for_odd_prompts, size=4)
+    with pytest.raises(CheckpointError, match=r"keeps 2 samples .*algorithm\.filter_groups\.enable=True, as it was"):
+        plain.load_state_dict(source.state_dict())
+    source.next_batch(2, StepTimer())  # uses them up
+    plain.load_state_dict(source.state_dict())
+    assert prompts_of(plain.next_batch(3, StepTimer())[0])[0] == 12
+
+
 def test_another_group_size_is_refused_on_resume() -> None:
     source = filtered(3)
     source.next_batch(1, StepTimer())

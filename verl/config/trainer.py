@@ -113,9 +113,11 @@ class TrainerConfig(RunConfig):
         ge=0,
     )
     worker_timeout_s: float | None = opt(
-        None,
-        "Longest time for one call of the workers, such as the generation or the update of a step, in seconds; beyond "
-        "it they count as failed; not given = no limit but that of collectives (actor_rollout_ref.nccl_timeout).",
+        7200.0,
+        "Longest time for one call of the workers (loading the model, a generation, an update), in seconds, beyond "
+        "which they count as failed; meant to be far above the longest call of a healthy run, first ones that load or "
+        "compile and long answers included, and to end only what hangs; null = no limit but that of collectives "
+        "(actor_rollout_ref.nccl_timeout).",
         gt=0,
     )
     critic_warmup: int = opt(0, "Steps at the start that train only the critic.", ge=0)

@@ -147,7 +147,8 @@ class ResumableDataLoader(DataLoader):
             if state[key] != here[key]:
                 raise CheckpointError(
                     f"the checkpoint's data order has {key}={state[key]!r}, this run has {here[key]!r}; resume with "
-                    "the same data files, data.seed and data.shuffle, or remove data.pt to start the data afresh"
+                    "the same data files, data.seed and data.shuffle, or start a new run (trainer.resume_mode=disable) "
+                    "from the checkpoint's weights, which `verl merge` turns into a model for model.path"
                 )
         self._order.epoch = int(state["epoch"])
         self._samples_done = int(state["samples_done"])

@@ -127,6 +127,7 @@ class RayWorkerGroup(WorkerGroup):
         worker_env: environment variables that each process starts with, before it imports anything.
         role: name in errors; by default made from the class's name.
         timeout_s: longest wait for the result of a call.
+        timeout_key: the configuration key behind ``timeout_s``, for the message of a call that takes longer.
 
     Raises:
         ConfigError: the cluster cannot hold the group.
@@ -148,6 +149,7 @@ class RayWorkerGroup(WorkerGroup):
         worker_env: Mapping[str, str] | None = None,
         role: str | None = None,
         timeout_s: float | None = None,
+        timeout_key: str | None = None,
         _processes: _Processes | None = None,
     ) -> None:
         if _processes is None:
@@ -169,6 +171,7 @@ class RayWorkerGroup(WorkerGroup):
                     timeout_s=ray_wait_register_center_timeout,
                 )
         self._processes = _processes
+        self._timeout_key = timeout_key
         self._role_names = tuple(_processes.roles)
         if len(_processes.roles) == 1:
             role = self._role_names[0]
@@ -238,7 +241,9 @@ class RayWorkerGroup(WorkerGroup):
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:
         """A worker group for each named role; all of them call the same processes."""
         return {
-            role: RayWorkerGroup(_processes=self._processes, role=role, timeout_s=self.timeout_s)
+            role: RayWorkerGroup(
+                _processes=self._processes, role=role, timeout_s=self.timeout_s, timeout_key=self._timeout_key
+            )
             for role in self._check_roles(prefix_set)
         }
 
@@ -296,9 +301,9 @@ class RayWorkerGroup(WorkerGroup):
         ranks: Sequence[int] | None = None,
     ) -> list[Any]:
         watched = list(references if watch is None else watch)
-        return _wait(
-            references, dict(zip(watched, ranks or range(len(watched)), strict=False)), self.role, method, timeout_s
-        )
+        numbered = dict(zip(watched, ranks or range(len(watched)), strict=False))
+        key = self._timeout_key if timeout_s == self.timeout_s else None  # a single call may have a limit of its own
+        return _wait(references, numbered, self.role, method, timeout_s, key)
 
 
 class _Sender:
@@ -343,7 +348,12 @@ class _Sender:
 
 
 def _wait(
-    references: Sequence[Any], ranks: Mapping[Any, int], role: str, method: str, timeout_s: float | None
+    references: Sequence[Any],
+    ranks: Mapping[Any, int],
+    role: str,
+    method: str,
+    timeout_s: float | None,
+    timeout_key: str | None = None,
 ) -> list[Any]:
     """Values of ``references``; raises soon after anything among ``ranks`` or ``references`` failed."""
     started = time.monotonic()
@@ -366,8 +376,9 @@ def _wait(
             continue
         late = sorted(ranks.get(reference, -1) for reference in pending)
         if now >= deadline:
+            advice = f"; if they are only slow, raise {timeout_key}" if timeout_key else ""
             raise WorkerError(
-                role, late[0], method, f"no result from ranks {late} within {timeout_s:.3g} s; they still run"
+                role, late[0], method, f"no result from ranks {late} within {timeout_s:g} s; they still run{advice}"
             )
         logger.warning("%s: ranks %s are in %s() for %s now", role, late, method, format_duration(now - started))
         report = now + REPORT_S

@@ -14,7 +14,7 @@ from verl.errors import CheckpointError, RolloutError
 from verl.protocol import DataProto
 from verl.trainer.ppo.placement import Rollout
 from verl.trainer.ppo.plain import from_plain, join, to_plain
-from verl.trainer.ppo.sources import Score, SyncSource, with_answers, with_samples
+from verl.trainer.ppo.sources import Score, SyncSource, with_answers, with_samples, without_surplus
 from verl.utils.timing import StepTimer
 
 _KEPT = "the trajectories carried to the next step"
@@ -174,6 +174,7 @@ class OverSamplingSource(SyncSource):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken, or with nothing carried from a source without over-sampling."""
         self._prompts = self._rows = self._results = None
+        state = without_surplus(state)
         super().load_state_dict(state.get("loader", state))
         if "loader" not in state:
             return

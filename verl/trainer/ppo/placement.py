@@ -215,6 +215,7 @@ def _ray_groups(config: PPOConfig, device: str, total_steps: int) -> tuple[Mappi
         ray_cls_with_init=create_colocated_worker_cls(classes),
         worker_env=process_env(config, device),
         timeout_s=config.trainer.worker_timeout_s,
+        timeout_key="trainer.worker_timeout_s",
     )
     return together.spawn(prefix_set=classes.keys()), pool
 

@@ -15,7 +15,7 @@ import torch
 
 from verl.agent_loop.batch import expand_extra
 from verl.agent_loop.rows import expand_rows, in_groups
-from verl.errors import DataError
+from verl.errors import CheckpointError, DataError
 from verl.protocol import DataProto
 from verl.trainer.ppo.placement import Rollout
 from verl.utils.timing import StepTimer
@@ -169,9 +169,54 @@ class SyncSource:
         return dict(self.dataloader.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the saved epoch and position."""
-        self.dataloader.load_state_dict(state)
+        """Continue at the saved epoch and position.
+
+        Raises:
+            CheckpointError: dynamic sampling or over-sampling had kept samples for later, which this source cannot use.
+        """
+        self.dataloader.load_state_dict(_without_carried(without_surplus(state)))
         self._iterator = None
+
+
+def without_surplus(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of what dynamic sampling filtered, for a run that does not filter.
+
+    Raises:
+        CheckpointError: there are groups that wait for the next step.
+    """
+    if "surplus" not in state:
+        return state
+    if state["surplus"] is not None:
+        raise CheckpointError(
+            f"the checkpoint keeps {_count(state['surplus'])} samples for the next step, as dynamic sampling does, and "
+            "this run has algorithm.filter_groups.enable=False. Either resume with "
+            "algorithm.filter_groups.enable=True, as it was, or start a new run (trainer.resume_mode=disable) from the "
+            "checkpoint's weights, which `verl merge` turns into a model for model.path"
+        )
+    return dict(state["source"])
+
+
+def _without_carried(state: dict[str, Any]) -> dict[str, Any]:
+    """The place in the data, from the state of a source with over-sampling too if it carries no samples."""
+    if "loader" not in state:
+        return state
+    if state["rows"] is not None:
+        raise CheckpointError(
+            f"the checkpoint carries {_count(state['rows'])} unfinished samples to the next step, as "
+            "actor_rollout_ref.rollout.partial_rollout=True does, and this run has "
+            "actor_rollout_ref.rollout.over_sample_rate=0. Either resume with over_sample_rate and partial_rollout as "
+            "they were, or use the samples up first: resume for one step that is saved, with over_sample_rate as it "
+            "was and partial_rollout=False; its checkpoint carries none and goes on with either setting"
+        )
+    if state["prompts"] is not None:
+        count = _count(state["prompts"])
+        logger.warning("%d prompts that over-sampling had drawn and not begun are left out in this epoch", count)
+    return dict(state["loader"])
+
+
+def _count(plain: dict[str, Any]) -> int:
+    """Rows of a batch that was saved in plain form."""
+    return len(next(iter(plain["tensors"].values())))
 
 
 def _with_greedy(batch: DataProto, prompts: DataProto) -> DataProto:
