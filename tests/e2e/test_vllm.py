@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.e2e.test_over_sampling import check as check_carried
 from tests.fixtures.tiny import make_tiny_model_dir
 from tests.workers.rollout.helpers import missing_package
+from verl.models.lora import LoraSettings, adapter_shapes
 
 pytestmark = [
     pytest.mark.e2e,
@@ -66,6 +69,59 @@ def test_two_ranks_on_ray(parallel: int, train: Callable[..., list[dict[str, Any
     assert len(rows) == 2
     for row in rows:
         assert row["data"]["training/rollout_probs_diff_max"] < 1e-4
+
+
+LORA = [
+    "actor_rollout_ref.model.lora_rank=4",
+    "actor_rollout_ref.model.lora_alpha=8",
+    "actor_rollout_ref.actor.optim.lr=1e-2",
+]
+
+
+def handed_over(rows: list[dict[str, Any]]) -> float:
+    """Largest update, in MB, of a run in which the policy that samples was the one that trains."""
+    for row in rows:
+        assert row["data"]["training/rollout_probs_diff_max"] < 1e-4
+        assert row["data"]["actor/grad_norm"] > 0
+    return max(row["data"]["weight_sync/copied_mb"] for row in rows)
+
+
+def adapter_mb(model_dir: str) -> float:
+    """Size of the adapters that ``LORA`` puts beside all linear layers, in float32."""
+    config = AutoConfig.from_pretrained(model_dir)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = adapter_shapes(model, LoraSettings(4, 8.0, ("all-linear",)))
+    return sum(shape.numel() for shape in shapes.values()) * 4 / 2**20
+
+
+def test_updates_hand_the_adapter_over_alone(train: Callable[..., list[dict[str, Any]]], served_model_dir: str) -> None:
+    apart = train("trainer.controller=local", *LORA)
+    assert handed_over(apart) == pytest.approx(adapter_mb(served_model_dir))
+    merged = train("trainer.controller=local", *LORA, "actor_rollout_ref.model.lora.merge=True")
+    assert handed_over(merged) > 3 * handed_over(apart)
+    for name in ("critic/score/mean", "actor/grad_norm"):  # the same run, up to rounding
+        assert apart[0]["data"][name] == pytest.approx(merged[0]["data"][name], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks"),
+    [pytest.param("shared_memory", 2, marks=pytest.mark.slow), ("broadcast", 1), ("disk", 1)],
+)
+def test_servers_get_the_adapter_alone(
+    backend: str, ranks: int, train: Callable[..., list[dict[str, Any]]], served_model_dir: str, tmp_path: Path
+) -> None:
+    where = [f"actor_rollout_ref.rollout.checkpoint_engine.directory={tmp_path}"] if backend == "disk" else []
+    rows = train(
+        *LORA,
+        *where,
+        f"trainer.n_gpus_per_node={ranks}",
+        "trainer.total_training_steps=2",
+        "actor_rollout_ref.rollout.mode=async",
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks}",
+        f"actor_rollout_ref.rollout.checkpoint_engine.backend={backend}",
+    )
+    assert handed_over(rows) == pytest.approx(adapter_mb(served_model_dir))
 
 
 def test_samples_are_carried_to_the_next_step(train: Callable[..., list[dict[str, Any]]]) -> None:

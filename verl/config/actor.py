@@ -245,3 +245,8 @@ class ActorRolloutRefConfig(Config):
             yield (
                 "hybrid_engine=False: generation in processes of its own is not in this version; use hybrid_engine=True"
             )
+        if self.rollout.lora_merge is not None and self.model.lora_rank == 0:
+            yield (
+                f"rollout.lora_merge={self.rollout.lora_merge}: there is no adapter (model.lora_rank=0); leave it out, "
+                "or give model.lora_rank"
+            )

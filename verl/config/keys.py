@@ -53,6 +53,7 @@ PPO_ALIASES: Mapping[str, str] = {
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": (
         "actor_rollout_ref.rollout.update_weights_bucket_megabytes"
     ),
+    "actor_rollout_ref.model.lora.merge": "actor_rollout_ref.rollout.lora_merge",
     "ray_init": "ray_kwargs.ray_init",
 }
 

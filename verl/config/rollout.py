@@ -33,6 +33,11 @@ VLLM_KEYS = {
     "logprobs_mode": "log-probabilities are always those of the distribution that is sampled from; leave it out",
     "enable_sleep_mode": "use rollout.free_cache_engine",
     "distributed_executor_backend": "the engine runs inside the training processes; leave it out",
+    "enable_lora": "set by model.lora_rank and rollout.lora_merge; leave it out",
+    "max_lora_rank": "set by model.lora_rank; leave it out",
+    "max_loras": "there is one adapter, the policy's; leave it out",
+    "max_cpu_loras": "there is one adapter, the policy's; leave it out",
+    "lora_target_modules": "set by model.target_modules; leave it out",
     "worker_extension_cls": "it is how weights are handed over; leave it out",
     "trust_remote_code": "use model.trust_remote_code",
 }
@@ -253,6 +258,12 @@ class RolloutConfig(Config):
     )
     update_weights_bucket_megabytes: int = opt(
         512, "Largest piece in which weights that cannot be shared are handed to the rollout engine, in MB.", ge=1
+    )
+    lora_merge: bool | None = opt(
+        None,
+        "Of a policy with low-rank adapters (model.lora_rank), what generation gets: True = weights with the adapters "
+        "added, a whole model at every update; False = the base model once and the adapters at every update; not given "
+        "= the latter where the engine can.",
     )
     on_unchanged_weights: str = opt(
         "error",

@@ -92,7 +92,10 @@ class LoraLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) to (..., out)."""
-        out = linear(input, self.weight, self.bias)
+        return self.adapted(input, linear(input, self.weight, self.bias))
+
+    def adapted(self, input: Tensor, out: Tensor) -> Tensor:
+        """The layer's output, from what it gives without its adapter."""
         if self.enabled:
             out = out + linear(linear(input, self.lora_A), self.lora_B) * self.scaling
         return out
@@ -112,16 +115,14 @@ def add_adapters(model: nn.Module, settings: LoraSettings, seed: int) -> list[st
     Raises:
         ConfigError: no layer is chosen, or one that cannot have an adapter.
     """
-    chosen = choose_layers(model, settings)
+    chosen = attach_adapters(model, settings)
     task_head = {id(p) for p in getattr(model, "score", nn.Module()).parameters()}  # of critics and reward models
-    for parameter in model.parameters():
-        parameter.requires_grad_(id(parameter) in task_head)
-    for name, module in chosen.items():
-        weight = module.weight
-        module.__class__ = LoraLinear
-        module.scaling, module.enabled = settings.scaling, True
-        module.lora_A = nn.Parameter(first_matrix(settings, seed, name, module.in_features).to(weight))
-        module.lora_B = nn.Parameter(torch.zeros(module.out_features, settings.rank).to(weight))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(id(parameter) in task_head or is_adapter_name(name))
+    with torch.no_grad():
+        for name, module in chosen.items():
+            module.lora_A.copy_(first_matrix(settings, seed, name, module.in_features))
+            module.lora_B.zero_()
     if settings.adapter_path:
         load_adapter(model, settings, settings.adapter_path)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -130,6 +131,29 @@ def add_adapters(model: nn.Module, settings: LoraSettings, seed: int) -> list[st
         "LoRA on %d layers: %d of %d parameters (%.2f%%) train", len(chosen), trained, total, 100 * trained / total
     )
     return list(chosen)
+
+
+def attach_adapters(model: nn.Module, settings: LoraSettings) -> dict[str, LoraLinear]:
+    """Turn the chosen layers into :class:`LoraLinear`; the new matrices have no values yet.
+
+    Args:
+        model: a Transformers model; where it is without memory, the matrices are too.
+        settings: which layers, and of what size.
+
+    Returns:
+        The layers by name.
+
+    Raises:
+        ConfigError: no layer is chosen, or one that cannot have an adapter.
+    """
+    chosen = choose_layers(model, settings)
+    for module in chosen.values():
+        weight = module.weight
+        module.__class__ = LoraLinear
+        module.scaling, module.enabled = settings.scaling, True
+        module.lora_A = nn.Parameter(weight.new_empty(settings.rank, module.in_features))
+        module.lora_B = nn.Parameter(weight.new_empty(module.out_features, settings.rank))
+    return chosen
 
 
 def first_matrix(settings: LoraSettings, seed: int, name: str, inputs: int) -> Tensor:
@@ -176,6 +200,19 @@ def choose_layers(model: nn.Module, settings: LoraSettings, prefix: str = "") ->
             f"linear layer of {type(model).__name__}; it has {', '.join(known)}"
         )
     return {name: module for name, module in candidates.items() if name in chosen}
+
+
+def adapter_shapes(model: nn.Module, settings: LoraSettings) -> dict[str, torch.Size]:
+    """Shapes of the matrices that :func:`attach_adapters` would give a model, by name.
+
+    Raises:
+        ConfigError: no layer is chosen, or one that cannot have an adapter.
+    """
+    shapes: dict[str, torch.Size] = {}
+    for name, layer in choose_layers(model, settings).items():
+        shapes[f"{name}.lora_A"] = torch.Size((settings.rank, layer.in_features))
+        shapes[f"{name}.lora_B"] = torch.Size((layer.out_features, settings.rank))
+    return shapes
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -232,6 +232,7 @@ def _rollout_items(config: PPOConfig, shape: ModelShape, device: torch.device, w
     master = Precision.of(actor.fsdp_config, device, trained=True).master
     # one rank with the type of the training weights reads them in place
     aliased = rollout.name == "hf" and rollout.mode == "sync" and world == 1 and dtype == master
+    aliased &= arr.model.lora_rank == 0 or not rollout.lora_merge  # merged weights are new tensors
     freed = {"log_prob", "update"} if rollout.free_cache_engine else set()
     weights = 0 if aliased else -(-shape.count * dtype.itemsize // parallel)
     for phase in PHASES[1:]:

@@ -52,7 +52,8 @@ from verl.workers.losses import actor_loss, critic_loss, implicit_reward_model_l
 from verl.workers.memory import METER
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.batch import batch_from_completions, requests_from_batch
-from verl.workers.sharding_manager import SendReport, WeightSender, make_sharding_manager
+from verl.workers.sharding_manager import SendReport, WeightSender, WeightSource, make_sharding_manager
+from verl.workers.sharding_manager.adapters import AdapterSource
 from verl.workers.sharding_manager.grid import sharing_ranks
 from verl.workers.sharding_manager.link import WeightLink
 from verl.workers.sharding_manager.transport import ALIGNMENT
@@ -267,6 +268,7 @@ class ActorRolloutRefWorker(RoleWorker):
         self.updates_handed_over = 0
         self._sender: WeightSender | None = None
         self._sender_link: str | None = None
+        self._links_with_base: set[str] = set()  # whose receivers have the base weights
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @measured("load")
@@ -284,6 +286,7 @@ class ActorRolloutRefWorker(RoleWorker):
             )
             self.actor.build()
             self.join_mesh("actor", self.actor)
+            self._adapter_source = AdapterSource(self.actor)
             self.actor_loss = actor_loss(actor)
         if "rollout" in self.parts:
             assert self.actor is not None
@@ -428,13 +431,17 @@ class ActorRolloutRefWorker(RoleWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @measured("sync")
-    def send_weights(self, version: int, links: dict[int, WeightLink], again: bool = False) -> SendReport:
+    def send_weights(
+        self, version: int, links: dict[int, WeightLink], again: bool = False, adapter_apart: bool = False
+    ) -> SendReport:
         """Send the actor's weights to rollout servers as policy ``version``. Collective.
 
         Args:
             version: policy version.
             links: sending rank -> where its receivers are.
             again: other servers have had this version already.
+            adapter_apart: the servers take the low-rank adapter beside the base weights, which then go through a new
+                link only.
 
         Raises:
             WeightSyncError: a receiver is gone or failed, or the weights are not those of ``version`` any more.
@@ -447,15 +454,19 @@ class ActorRolloutRefWorker(RoleWorker):
             )
         self.updates_handed_over = self.updates
         with self.actor.resident(optimizer=False):
-            sender = self._sender_for(links.get(self.rank))
-            return sender.send(version, stepped=stepped)
+            names = {link.name for link in links.values()}
+            if adapter_apart:
+                self._adapter_source.with_base = names != self._links_with_base
+            sender = self._sender_for(links.get(self.rank), self._adapter_source if adapter_apart else self.actor)
+            report = sender.send(version, stepped=stepped)
+            self._links_with_base = names
+            return report
 
-    def _sender_for(self, link: WeightLink | None) -> WeightSender:
-        assert self.actor is not None
+    def _sender_for(self, link: WeightLink | None, source: WeightSource) -> WeightSender:
         if self._sender is None:
-            self._sender = WeightSender(self.actor, None, on_unchanged=self.config.rollout.on_unchanged_weights)
+            self._sender = WeightSender(source, None, on_unchanged=self.config.rollout.on_unchanged_weights)
             # buffers need not be larger than the model; every rank has to draw the tensors to know
-            self._weight_bytes = sum(tensor.nbytes + ALIGNMENT for _, tensor in self.actor.named_tensors())
+            self._weight_bytes = sum(tensor.nbytes + ALIGNMENT for _, tensor in source.named_tensors())
         name = None if link is None else link.name
         if name != self._sender_link:
             if self._sender.transport is not None:

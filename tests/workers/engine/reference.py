@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from tensordict import TensorDict
@@ -14,8 +14,9 @@ from tests.models.families import make_batch
 from tests.models.images import Inputs, model_arguments
 from verl.config import CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig
 from verl.models.loading import language_model_class
+from verl.models.lora import is_adapter_name, merged
 from verl.utils.metrics import MetricSet, mmax, mmean, msum
-from verl.workers.engine.base import GlobalBatchInfo
+from verl.workers.engine.base import GlobalBatchInfo, TrainEngine, WeightForm
 from verl.workers.engine.fsdp import FSDPEngine
 
 LOG_PROBS = frozenset({"log_probs"})
@@ -106,6 +107,24 @@ def make_engine(
     )
     engine.build()
     return engine
+
+
+def check_forms(engine: TrainEngine, scaling: float) -> None:
+    """What an engine with adapters hands over: merged, apart and the adapters alone are the same policy."""
+    merged_form, apart, alone = (
+        {name: tensor.clone() for name, tensor in engine.named_tensors(form)} for form in get_args(WeightForm)
+    )
+    assert alone.keys() == {name for name in apart if is_adapter_name(name)}
+    assert merged_form.keys() == apart.keys() - alone.keys()
+    assert all(torch.equal(tensor, apart[name]) for name, tensor in alone.items())
+    changed = set()
+    for name, tensor in merged_form.items():
+        layer, expected = name.removesuffix(".weight"), apart[name]
+        if f"{layer}.lora_A" in alone:
+            expected = merged(expected, alone[f"{layer}.lora_A"], alone[f"{layer}.lora_B"], scaling)
+            changed.add(layer)
+        assert torch.equal(tensor, expected), name
+    assert {name.rpartition(".")[0] for name in alone} == changed
 
 
 def run_reference(

@@ -10,7 +10,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.workers.engine.ranks import run_ranks
-from tests.workers.engine.reference import LOG_PROBS, POLICY, TEMPERATURE, make_engine, policy_batch, policy_loss
+from tests.workers.engine.reference import (
+    LOG_PROBS,
+    POLICY,
+    TEMPERATURE,
+    check_forms,
+    make_engine,
+    policy_batch,
+    policy_loss,
+)
 from verl.errors import CheckpointError
 from verl.models.lora import is_adapter_name
 from verl.workers.engine.base import MicroBatching
@@ -56,6 +64,13 @@ def test_the_exported_and_the_handed_over_model_compute_what_the_adapters_do(
     plain = make_engine(str(tmp_path / "a" / "huggingface"))
     torch.testing.assert_close(log_probs(plain, batch), log_probs(engine, batch), rtol=0, atol=2e-5)
     assert engine.local_tensors() is None  # there is no live tensor that a rollout could alias
+    check_forms(engine, 2.0)
+    live = engine.local_tensors("apart")
+    assert live is not None
+    assert all(live[name].data_ptr() == tensor.data_ptr() for name, tensor in engine.hf_tensors().items())
+    alone = engine.local_tensors("adapters")
+    assert alone is not None
+    assert alone.keys() == {name for name in live if is_adapter_name(name)}
     handed = dict(engine.named_tensors())
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "huggingface", dtype=torch.float32).state_dict()
     assert handed.keys() <= exported.keys()
@@ -87,6 +102,7 @@ def two_ranks(rank: int, model_dir: str, work: str) -> None:
     expected = torch.load(f"{work}/expected.pt")
     for step in range(2):
         assert train(engine, rows)["grad_norm"] == pytest.approx(expected["grad_norm"][step], rel=1e-5)
+    check_forms(engine, 2.0)
     for name, tensor in engine.named_tensors():
         torch.testing.assert_close(tensor, expected["weights"][name], rtol=0, atol=1e-5)
     task = engine.start_save(f"{work}/two", TRAINED)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.families import make_config
 from tests.workers.engine.ranks import run_ranks
-from tests.workers.engine.reference import POLICY, VALUES, policy_batch, policy_loss, value_loss
+from tests.workers.engine.reference import POLICY, VALUES, check_forms, policy_batch, policy_loss, value_loss
 from tests.workers.engine.reference import make_engine as make_fsdp_engine
 from verl.errors import CheckpointError, ConfigError
 from verl.model_merger import merge
@@ -49,6 +49,7 @@ def two_ranks(rank: int, model_dir: str, work: str) -> None:
     ours.check_lora(model_dir, everything, PARTS, batch, tp=2)
     ours.check_lora(model_dir, parts, WHOLE, batch, tp=2)
     engine = ours.check_lora(model_dir, everything, WHOLE, batch, tp=2, sequence_parallel=True, checkpointing=True)
+    check_forms(engine, 2.0)
     assert engine.shards() is None
     assert engine.local_tensors() is None
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.workers.engine.ranks import run_ranks
+from tests.workers.rollout.adapted import ALPHA, RANK, AdaptedModel, adapter_bytes, change_adapter, make_adapted_model
 from tests.workers.rollout.helpers import (
     generate,
     hand_over,
@@ -22,8 +23,10 @@ from tests.workers.rollout.helpers import (
     served_everywhere,
     weights_of,
 )
+from verl.config import ModelConfig, RolloutConfig
 from verl.errors import ConfigError, RolloutError
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams, run_blocking
+from verl.workers.sharding_manager.adapters import AdapterSync
 
 pytestmark = [
     pytest.mark.dist,
@@ -32,11 +35,13 @@ pytestmark = [
 ]
 
 
-def check(model: torch.nn.Module, prompts: list[list[int]], completions: list[Completion]) -> None:
+def check(
+    model: torch.nn.Module, prompts: list[list[int]], completions: list[Completion], *, atol: float = 1e-5
+) -> None:
     for prompt, completion in zip(prompts, completions, strict=True):
         table = reference_logits(model, prompt, completion.token_ids).log_softmax(-1)
         expected = table[torch.arange(len(completion.token_ids)), torch.tensor(completion.token_ids)]
-        torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=atol, rtol=0)
 
 
 def _generate(rank: int, folder: str, parallel: int) -> None:
@@ -113,6 +118,46 @@ def _pause(rank: int, engine: Any) -> None:
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_two_ranks_sample_from_the_policy(parallel: int, tmp_path: Path) -> None:
     run_ranks(2, _generate, str(tmp_path), parallel)
+
+
+def _adapter(rank: int, folder: str) -> None:
+    """Ranks that split the weights hold their parts of base and adapter; one that lost its base brings it for all."""
+    from verl.workers.rollout.vllm import VLLMRolloutEngine
+
+    model = make_adapted_model(num_key_value_heads=2, tie_word_embeddings=False)
+    model.config.save_pretrained(Path(folder) / str(rank))
+    engine = VLLMRolloutEngine(
+        ModelConfig(path=f"{folder}/{rank}", lora_rank=RANK, lora_alpha=ALPHA),
+        RolloutConfig(
+            name="vllm",
+            dtype="float32",
+            prompt_length=28,
+            response_length=100,
+            max_num_seqs=64,
+            tensor_model_parallel_size=2,
+        ),
+        device="cpu",
+    )
+    sync = AdapterSync(AdaptedModel(model, streams=True), engine, bucket_bytes=2000, on_unchanged="error")
+    prompts = random_prompts([5, 11, 3], seed=10 + rank)
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    for version in range(3):
+        change_adapter(model, seed=version)
+        if version == 2 and rank == 1:
+            engine._values, engine._live = False, None
+        sync.sync(version)
+        assert sync.last_report is not None
+        with_base = version != 1
+        assert (sync.last_report.bytes_copied == adapter_bytes(model)) != with_base
+        assert engine.memory().owned_weights < 0.7 * whole
+        run_blocking(engine.wake())
+        completions = generate(engine, prompts, SamplingParams(12, seed=rank, ignore_eos=True))
+        check(model, prompts, completions, atol=1e-4)
+
+
+def test_ranks_that_share_the_weights_share_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_SYNC_CHECK", "1")
+    run_ranks(2, _adapter, str(tmp_path))
 
 
 def _experts(rank: int, folder: str) -> None:

@@ -274,7 +274,10 @@ class ServerRollout:
             for number, server in enumerate(servers):
                 calls[server.receive_weights.remote(link, number)] = f"update of a rollout server to version {version}"  # type: ignore[attr-defined]
         send = self.trainers.send_weights.options(blocking=False)
-        sends = send(version=version, links={rank: link for rank, (link, _) in links.items()}, again=again)
+        apart = all(info.takes_adapter for replica in replicas for info in replica.infos)
+        sends = send(
+            version=version, links={rank: link for rank, (link, _) in links.items()}, again=again, adapter_apart=apart
+        )
         calls |= dict.fromkeys(sends, "sending the weights")
         values = wait_for(calls, self.timeout_s + _GRACE_S)
         if not again:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict
@@ -138,6 +138,10 @@ class SlicedWeight:
     held: Mapping[int, HeldTensor] = field(default_factory=dict)
 
 
+#: what layers with low-rank adapters give: the weight of a plain layer that computes the same; the frozen weight and
+#: beside it the matrices ``NAME.lora_A`` and ``NAME.lora_B``; or these matrices alone, and nothing of other layers
+WeightForm = Literal["merged", "apart", "adapters"]
+
 #: (model outputs, micro-batch, counts of the mini-batch) -> (scalar to differentiate, metrics of this micro-batch)
 LossFn = Callable[[Mapping[str, Tensor], TensorDict, GlobalBatchInfo], tuple[Tensor, MetricSet]]
 
@@ -210,15 +214,18 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
         """Whole parameters (and stored buffers) under Hugging Face names, one at a time.
 
         Tied parameters come once. Every rank must draw all of them. A tensor may alias the live parameter: read it
         before drawing the next one.
+
+        Args:
+            form: what a layer with an adapter gives; without adapters there is only ``"merged"``.
         """
 
     @abstractmethod
-    def local_tensors(self) -> dict[str, Tensor] | None:
+    def local_tensors(self, form: WeightForm = "merged") -> dict[str, Tensor] | None:
         """The live parameters themselves by Hugging Face name, where this process holds them whole; else None."""
 
     def shards(self) -> Mapping[str, Tensor | SlicedWeight] | None:

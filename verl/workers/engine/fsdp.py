@@ -37,7 +37,15 @@ from verl.utils.distributed import get_rank, get_world_size, init_process_group
 from verl.utils.flops import FlopsCounter
 from verl.utils.metrics import MetricSet, mmean, msum
 from verl.workers.engine import state
-from verl.workers.engine.base import GlobalBatchInfo, LossFn, MemoryStats, MicroBatching, ParallelLayout, TrainEngine
+from verl.workers.engine.base import (
+    GlobalBatchInfo,
+    LossFn,
+    MemoryStats,
+    MicroBatching,
+    ParallelLayout,
+    TrainEngine,
+    WeightForm,
+)
 from verl.workers.engine.batching import BatchPlan, as_tensordict, join_rows, plan_batch, reduce_metrics, take_rows
 from verl.workers.engine.images import images_of
 from verl.workers.engine.memory import MemoryGuard
@@ -353,26 +361,30 @@ class FSDPEngine(TrainEngine):
         tensors = self.hf_tensors()
         return tensors if self.lora is None else {name: t for name, t in tensors.items() if t.requires_grad}
 
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
         with self.resident(optimizer=False):
-            tensors = self.hf_tensors()
             adapted = {f"{name}.weight": layer for name, layer in adapter_layers(self.module.model).items()}
-            for name, tensor in tensors.items():
-                if is_adapter_name(name):
-                    continue
+            for name, tensor in self._tensors_of(form).items():
                 whole = whole_tensor(tensor.detach())
-                if name in adapted:  # what runs elsewhere is a plain layer that computes the same
+                if form == "merged" and name in adapted:  # what runs elsewhere is a plain layer that computes the same
                     layer = adapted[name]
                     a, b = whole_tensor(layer.lora_A.detach()), whole_tensor(layer.lora_B.detach())
                     whole = merged(whole, a, b, layer.scaling)
                 yield name, whole
 
-    def local_tensors(self) -> dict[str, Tensor] | None:
-        if self.layout.world_size > 1 or self.lora is not None:
+    def local_tensors(self, form: WeightForm = "merged") -> dict[str, Tensor] | None:
+        if self.layout.world_size > 1 or (self.lora is not None and form == "merged"):
             return None
         if self._offloads("model") and self.device.type != "cpu":
             return None  # off-loading replaces the tensors; an alias would keep the copy on the device alive
-        return {name: local_part(tensor.detach()) for name, tensor in self.hf_tensors().items()}
+        return {name: local_part(tensor.detach()) for name, tensor in self._tensors_of(form).items()}
+
+    def _tensors_of(self, form: WeightForm) -> dict[str, Tensor]:
+        """Of :meth:`hf_tensors` those that ``form`` is made of."""
+        tensors = self.hf_tensors()
+        if form == "apart":
+            return tensors
+        return {name: tensor for name, tensor in tensors.items() if is_adapter_name(name) == (form == "adapters")}
 
     def shards(self) -> dict[str, Tensor] | None:
         return self.hf_tensors() if self.lora is None else None  # adapters are merged into whole matrices

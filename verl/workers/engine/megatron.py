@@ -31,7 +31,15 @@ from verl.utils.device import default_compute_dtype, device_memory_stats, empty_
 from verl.utils.distributed import init_process_group
 from verl.utils.flops import FlopsCounter
 from verl.utils.metrics import MetricSet, mmean, msum
-from verl.workers.engine.base import LossFn, MemoryStats, MicroBatching, ParallelLayout, SlicedWeight, TrainEngine
+from verl.workers.engine.base import (
+    LossFn,
+    MemoryStats,
+    MicroBatching,
+    ParallelLayout,
+    SlicedWeight,
+    TrainEngine,
+    WeightForm,
+)
 from verl.workers.engine.batching import BatchPlan, as_tensordict, join_rows, plan_batch, reduce_metrics, take_rows
 from verl.workers.engine.megatron_bridge import Bridge, CheckpointFiles
 from verl.workers.engine.megatron_families import model_settings
@@ -433,11 +441,14 @@ class MegatronEngine(TrainEngine):
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
         with self.resident(optimizer=False):
-            yield from self.bridge.export()
+            if form != "adapters":
+                yield from self.bridge.export(merge=form == "merged")
+            if form != "merged":
+                yield from self.bridge.export_adapters()
 
-    def local_tensors(self) -> dict[str, Tensor] | None:
+    def local_tensors(self, form: WeightForm = "merged") -> dict[str, Tensor] | None:
         """None: fused weights are stored in another order than the Hugging Face tensors they are made of."""
         return None
 

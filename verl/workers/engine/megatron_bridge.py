@@ -259,13 +259,17 @@ class Bridge:
         dtypes = {name: dtype for name, (_, dtype) in self._owners.items()}
         return sliced_weights(self.table, self.shapes, dtypes, self.local, place, tied=self.tied)
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and whole tensors, in Transformers' order. Collective: every rank draws all of them."""
+    def export(self, *, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and whole tensors, in Transformers' order. Collective: every rank draws all of them.
+
+        Args:
+            merge: add adapters to the weights that they belong to.
+        """
         ready: dict[str, Tensor] = {}
         for name in self.shapes:
             if name not in ready:
                 weight, _ = self._maker[name]
-                ready.update(zip(weight.hf, self._whole(weight), strict=True))
+                ready.update(zip(weight.hf, self._whole(weight, merge=merge), strict=True))
             yield name, ready.pop(name)
 
     def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
@@ -275,12 +279,12 @@ class Bridge:
                 yield from zip(weight.hf, self._whole(weight), strict=True)
 
     @torch.no_grad()
-    def _whole(self, weight: Weight) -> list[Tensor]:
-        """The Hugging Face tensors of one weight on every rank, adapters added."""
+    def _whole(self, weight: Weight, *, merge: bool = False) -> list[Tensor]:
+        """The Hugging Face tensors of one weight on every rank, with ``merge`` its adapters added."""
         stage, dtype = self._owners[weight.megatron.format(expert=0)]
         if self.layout.pp_rank == stage:
             tensors = self._joined_experts(weight) if weight.experts else self._joined(weight)
-            if weight.megatron in self.adapters:
+            if merge and weight.megatron in self.adapters:
                 tensors = self._merged(tensors, self.adapters[weight.megatron])
         else:
             device = next(iter(self.local.values())).device

@@ -219,6 +219,15 @@ class RolloutEngine(ABC):
     #: where one of the ranks that share the weights serves all requests: it calls this when the others must join in
     on_round: Callable[[], None] | None = None
 
+    #: whether updates bring the matrices of a low-rank adapter (``NAME.lora_A``, ``NAME.lora_B``) beside the base
+    #: weights, which then need to come once only; otherwise the adapter comes added to the weights
+    takes_adapter: bool = False
+
+    @property
+    def needs_base(self) -> bool:
+        """With :attr:`takes_adapter`: whether the next update has to bring the base weights too."""
+        return True
+
     @property
     @abstractmethod
     def policy_version(self) -> int:

@@ -16,8 +16,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl.errors import ConfigError, WeightSyncError
+from verl.models.lora import LoraSettings, adapter_shapes, is_adapter_name
 
 Named = tuple[str, torch.Tensor]
+
+
+def split_adapter(bucket: Iterable[Named]) -> tuple[list[Named], list[Named]]:
+    """Weights of the model, and matrices of its adapter."""
+    weights: list[Named] = []
+    adapter: list[Named] = []
+    for item in bucket:
+        (adapter if is_adapter_name(item[0]) else weights).append(item)
+    return weights, adapter
 
 
 # ---------------------------------------------------------------------------- which weights there are
@@ -39,12 +49,15 @@ class WeightManifest:
         config: a Transformers configuration.
         dtype: of the weights in generation.
         trust_remote_code: build classes that come with the model.
+        lora: the adapter that comes beside the weights; None: they come merged, or there is none.
 
     Raises:
-        ConfigError: Transformers cannot build the model.
+        ConfigError: Transformers cannot build the model, or it has no layer for the adapter.
     """
 
-    def __init__(self, config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self, config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False, lora: LoraSettings | None = None
+    ) -> None:
         from verl.models.loading import language_model_class
 
         try:
@@ -68,7 +81,10 @@ class WeightManifest:
             _Expected(tuple(name for name, _ in group), group[0][1].shape, group[0][1].dtype)
             for group in groups.values()
         ]
-        self._by_name = {name: weight for weight in self._weights for name in weight.names}
+        #: whole adapter matrices by name
+        self.adapter: dict[str, torch.Size] = {} if lora is None else adapter_shapes(module, lora)
+        self._adapter = [_Expected((name,), shape, dtype) for name, shape in self.adapter.items()]
+        self._by_name = {name: weight for weight in self._weights + self._adapter for name in weight.names}
         self._received: dict[tuple[str, ...], torch.Tensor] = {}
         self._module = module
         #: weights that checkpoints hold under other names or in several pieces
@@ -81,8 +97,8 @@ class WeightManifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights, unsplit."""
-        return sum(weight.shape.numel() * weight.dtype.itemsize for weight in self._weights)
+        """Bytes of all weights, unsplit, and of the adapter."""
+        return sum(weight.shape.numel() * weight.dtype.itemsize for weight in self._weights + self._adapter)
 
     def names_of(self, name: str) -> tuple[str, ...]:
         """All names of a weight, the one for messages and checksums first.
@@ -155,18 +171,28 @@ class WeightManifest:
         for name in names:
             self._received[self.names_of(name)] = torch.empty(0)
 
-    def end(self) -> None:
+    def without_adapter(self) -> None:
+        """Expect merged weights from now on."""
+        self.adapter = {}
+        self._adapter = []
+        self._by_name = {name: weight for weight in self._weights for name in weight.names}
+
+    def end(self, *, adapter_only: bool = False) -> None:
         """Check that everything arrived.
+
+        Args:
+            adapter_only: the weights are there already.
 
         Raises:
             WeightSyncError: weights are missing.
         """
-        missing = [weight.names[0] for weight in self._weights if weight.names not in self._received]
+        expected = self._adapter if adapter_only else self._weights + self._adapter
+        missing = [weight.names[0] for weight in expected if weight.names not in self._received]
         self._received = {}
         if missing:
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise WeightSyncError(
-                f"{len(missing)} of {len(self._weights)} weights did not arrive: {', '.join(missing[:5])}{more}; "
+                f"{len(missing)} of {len(expected)} weights did not arrive: {', '.join(missing[:5])}{more}; "
                 "the rollout stays without usable weights until a complete update"
             )
 

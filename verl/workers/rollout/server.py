@@ -67,13 +67,21 @@ class ServerSpec:
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """Where a server runs and what one must know to use it; ``url`` is that of its OpenAI-compatible endpoint."""
+    """Where a server runs and what one must know to use it.
+
+    Attributes:
+        node_id, address, pid: where it runs.
+        pad_token_id: what right-padding of responses should use.
+        url: of its OpenAI-compatible endpoint.
+        takes_adapter: see :class:`RolloutEngine`.
+    """
 
     node_id: str
     address: str
     pid: int
     pad_token_id: int
     url: str | None = None
+    takes_adapter: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,7 +222,7 @@ class RolloutServer:
         self._asleep = False
         leads = environment.get("RANK", "0") == "0"
         url = await self._start_endpoint(spec.http_host) if spec.http_host is not None and leads else None
-        return ServerInfo(*_place(), os.getpid(), engine.pad_token_id, url)
+        return ServerInfo(*_place(), os.getpid(), engine.pad_token_id, url, engine.takes_adapter)
 
     async def _start_endpoint(self, host: str) -> str:
         from verl.utils.tokenizer import load_tokenizer

@@ -18,6 +18,7 @@ from verl import envs
 from verl.errors import ConfigError, RolloutError, VerlError, WeightSyncError
 from verl.utils.device import get_torch_device
 from verl.utils.distributed import env_local_world_size, env_rank, env_world_size, free_port, init_process_group
+from verl.workers.rollout.adapters import adapter_for, merge_instead
 from verl.workers.rollout.base import (
     MEMORY_PARTS,
     Completion,
@@ -89,6 +90,8 @@ class SGLangRolloutEngine(RolloutEngine):
         directory = resolve_model_dir(model_config.path, use_shm=model_config.use_shm)
         self.eos_token_ids, self.pad_token_id = special_tokens(model_config, directory, config, tokenizer)
         self.vocab_size = int(text_config.vocab_size)
+        if adapter_for(model_config, rollout_config) is not None:
+            merge_instead(rollout_config, "its sampler and its loaders here know the weights of the model alone")
         self.manifest = WeightManifest(config, self.dtype, trust_remote_code=model_config.trust_remote_code)
         self.max_model_len = max_model_len(rollout_config, text_config)
         self.bucket_bytes = rollout_config.update_weights_bucket_megabytes << 20

@@ -8,8 +8,6 @@ ranks run the same schedule over the same requests, which they exchange first.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
 import logging
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,9 +18,11 @@ import torch
 import torch.distributed as dist
 
 from verl.errors import ConfigError, RolloutError, VerlError, WeightSyncError
+from verl.models.lora import is_adapter_name
 from verl.models.vision import ImageTokens
 from verl.utils.device import get_torch_device
 from verl.utils.distributed import env_local_world_size, get_world_size, init_process_group
+from verl.workers.rollout.adapters import adapter_for, merge_instead
 from verl.workers.rollout.base import (
     MEMORY_PARTS,
     Completion,
@@ -33,20 +33,14 @@ from verl.workers.rollout.base import (
     RolloutMemory,
     WeightPart,
 )
-from verl.workers.rollout.manifest import WeightManifest
+from verl.workers.rollout.manifest import WeightManifest, split_adapter
 from verl.workers.rollout.serving import Call, Gate, check_ready, check_request, parts_of, with_partial
 from verl.workers.rollout.settings import resolve_dtype, special_tokens
+from verl.workers.rollout.vllm_adapters import MAX_RANKS, adapter_request
 from verl.workers.rollout.vllm_images import engine_input
-from verl.workers.rollout.vllm_process import (
-    leave_stale_groups,
-    named_shared_memory,
-    own_environment,
-    own_random_state,
-    placed_groups,
-    require_vllm,
-)
-from verl.workers.rollout.vllm_settings import engine_arguments
-from verl.workers.rollout.vllm_weights import deferred_packing
+from verl.workers.rollout.vllm_process import own_random_state, require_vllm
+from verl.workers.rollout.vllm_settings import ADAPTER_ARGUMENTS, engine_arguments
+from verl.workers.rollout.vllm_start import NoAdapterError, start_engine
 
 if TYPE_CHECKING:
     from verl.config import ModelConfig, RolloutConfig
@@ -72,6 +66,11 @@ class _Live:
 
     tensor: torch.Tensor
     version: int
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether nobody wrote to it since."""
+        return _version_of(self.tensor) == self.version
 
 
 class VLLMRolloutEngine(RolloutEngine):
@@ -119,7 +118,11 @@ class VLLMRolloutEngine(RolloutEngine):
         self.eos_token_ids, self.pad_token_id = special_tokens(model_config, directory, config, tokenizer)
         self.vocab_size = int(text_config.vocab_size)
         self.image_tokens = ImageTokens.of(config)
-        self.manifest = WeightManifest(config, self.dtype, trust_remote_code=model_config.trust_remote_code)
+        lora = adapter_for(model_config, rollout_config)
+        if lora is not None and lora.rank > MAX_RANKS[-1]:
+            merge_instead(rollout_config, f"model.lora_rank={lora.rank} is above vLLM's largest, {MAX_RANKS[-1]}")
+            lora = None
+        self.manifest = WeightManifest(config, self.dtype, trust_remote_code=model_config.trust_remote_code, lora=lora)
         init_process_group(device)  # where the trainer has none, vLLM would make one on a free port
         arguments = engine_arguments(
             model_config,
@@ -132,10 +135,17 @@ class VLLMRolloutEngine(RolloutEngine):
             dtype=self.dtype,
             world_size=get_world_size(),
             local_world_size=env_local_world_size(),
+            adapter=self.manifest.adapter,
         )
         self.max_model_len: int = arguments["max_model_len"]
         self.frees_memory = bool(rollout_config.free_cache_engine)
-        self.engine = _start_engine(arguments, self.device, groups)
+        try:
+            self.engine = start_engine(arguments, self.device, groups)
+        except NoAdapterError as error:
+            merge_instead(rollout_config, str(error))
+            self.manifest.without_adapter()
+            arguments = {key: value for key, value in arguments.items() if key not in ADAPTER_ARGUMENTS}
+            self.engine = start_engine(arguments, self.device, groups)
         self._check_head_size()
         self._group = _parallel_group()
         pack = self.device.type == "cpu" and bool(arguments["enforce_eager"])
@@ -145,6 +155,16 @@ class VLLMRolloutEngine(RolloutEngine):
                 f"{self.manifest.architecture} has layers (experts, latent attention, quantisation) whose weights vLLM "
                 "converts after loading and cannot replace on CPUs; set actor_rollout_ref.rollout.name=hf"
             )
+        #: what requests say to be served with the policy's adapter
+        self._adapter: Any = None
+        if lora is not None and self.manifest.adapter:
+            problem = self._rpc("verl_attach_adapter", self.manifest.adapter, lora.scaling, self.dtype)
+            if problem is None:
+                self._adapter = adapter_request()
+            else:
+                merge_instead(rollout_config, problem)
+                self.manifest.without_adapter()
+        self.takes_adapter = self._adapter is not None
         self.gate = Gate()
         #: parts that the caller wants ready, and parts whose memory is really held
         self._awake: set[MemoryPart] = set(MEMORY_PARTS)
@@ -152,8 +172,11 @@ class VLLMRolloutEngine(RolloutEngine):
         self._version = -1
         self._next_version: int | None = None
         self._complete = False
-        self._dropped = False  # weights given back without their values (GPU)
+        self._values = False  # memory of the weights has the values of the last hand-over
         self._live: dict[str, _Live] | None = None
+        #: of the update that is running: what may become ``_live``, and which parts have begun to arrive
+        self._arriving: dict[str, _Live] | None = None
+        self._begun: set[str] = set()
         self._tickets: dict[str, _Ticket] = {}
         self._inbox: list[tuple[_Ticket, GenerationRequest]] = []
         self._unwanted: set[str] = set()
@@ -266,7 +289,7 @@ class VLLMRolloutEngine(RolloutEngine):
                 unwanted = {key for _, keys in gathered for key in keys}
         for key, request in arrived:
             prompt = engine_input(request, self.image_tokens, self._version)
-            self.engine.add_request(key, prompt, self._sampling(request))
+            self.engine.add_request(key, prompt, self._sampling(request), lora_request=self._adapter)
         self._abort_unwanted(unwanted)
         return bool(self.engine.has_unfinished_requests())
 
@@ -409,34 +432,28 @@ class VLLMRolloutEngine(RolloutEngine):
                 self._resident.discard("kv_cache")
             if "weights" in self._resident and not keep_weights and self._rpc("verl_release_weights"):
                 self._resident.discard("weights")
+                self._values = False
         elif self.frees_memory and self._resident:
             if len(self._resident) < len(MEMORY_PARTS):  # vLLM goes to sleep as a whole
                 self.engine.wake_up([part for part in MEMORY_PARTS if part not in self._resident])
             self.engine.sleep(level=1 if keep_weights else 2)
             self._resident.clear()
-            self._dropped = not keep_weights
+            self._values &= keep_weights
 
     def _make_resident(self, parts: Iterable[MemoryPart], *, restore: bool = True) -> None:
         for part in parts:
             if part in self._resident:
                 continue
-            if self.device.type == "cpu":
-                dropped = part == "weights"
-                if part == "kv_cache":
-                    self._rpc("verl_restore_cache")
-            else:
-                dropped = part == "weights" and self._dropped
+            if self.device.type != "cpu":
                 self.engine.wake_up([part])
-            if dropped and restore and self._complete:
+            elif part == "kv_cache":
+                self._rpc("verl_restore_cache")
+            if part == "weights" and restore and self._complete and not self._values:
                 self._reload()
             self._resident.add(part)
 
     def _can_reload(self) -> bool:
-        return (
-            self._complete
-            and self._live is not None
-            and all(_version_of(item.tensor) == item.version for item in self._live.values())
-        )
+        return self._complete and self._live is not None and all(item.unchanged for item in self._live.values())
 
     def _reload(self) -> None:
         """Read the training engine's weights again after they were dropped here."""
@@ -446,12 +463,31 @@ class VLLMRolloutEngine(RolloutEngine):
                 f"the weights of version {self._version} were given back and the training engine's have changed since; "
                 "hand over the new ones (sync_weights) before generating"
             )
-        assert self._live is not None
+        self._read_base()
+        _, adapter = split_adapter(self._live_tensors())
+        if adapter:
+            self._rpc("verl_begin_adapter")
+            self._rpc("verl_load_adapter", adapter)
+
+    def _read_base(self) -> None:
+        """Bring the training engine's base weights into memory that has lost their values."""
+        weights, _ = split_adapter(self._live_tensors())
         self._rpc("verl_begin_update")
-        self._rpc("verl_load", [(name, item.tensor) for name, item in self._live.items()])
+        self._rpc("verl_load", weights)
         self._rpc("verl_end_update")
+        self._values = True
+
+    def _live_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, item.tensor) for name, item in (self._live or {}).items()]
 
     # -- weights
+
+    @property
+    def needs_base(self) -> bool:
+        """See :meth:`RolloutEngine.needs_base`: not while the base weights are here, or can be read again."""
+        if self._values or self._live is None:
+            return not self._values
+        return not all(item.unchanged for name, item in self._live.items() if not is_adapter_name(name))
 
     async def begin_update(self, version: int) -> None:
         """Start to receive weights; see :meth:`RolloutEngine.begin_update`."""
@@ -461,39 +497,57 @@ class VLLMRolloutEngine(RolloutEngine):
         self._make_resident(["weights"], restore=False)
         self._awake.add("weights")
         self._complete = False
-        self._live = {}
+        self._arriving = {}
+        self._begun = set()
         self.manifest.begin()
-        self._rpc("verl_begin_update")
         self._next_version = version
+        if not self.takes_adapter:
+            self._begin("weights")
+
+    def _begin(self, part: str) -> None:
+        """Make room for what begins to arrive: the weights, or the adapter."""
+        if part in self._begun:
+            return
+        self._begun.add(part)
+        if part == "weights":
+            self._values, self._live = False, None
+        self._rpc("verl_begin_update" if part == "weights" else "verl_begin_adapter")
 
     async def load(self, bucket: Iterable[tuple[str, torch.Tensor]], *, live: bool = True) -> None:
         """Take some of the weights; see :meth:`RolloutEngine.load`."""
         if self._next_version is None:
             raise WeightSyncError("weights arrived outside of an update; call begin_update first")
         try:
-            weights = list(self.manifest.accept(bucket, live=live))
-            self._rpc("verl_load", weights)
+            arrived = list(self.manifest.accept(bucket, live=live))
+            weights, adapter = split_adapter(arrived)
+            if weights:
+                self._begin("weights")
+                self._rpc("verl_load", weights)
+            if adapter:
+                self._begin("adapter")
+                self._rpc("verl_load_adapter", adapter)
         except BaseException as error:
             self._cancel_update()
             if isinstance(error, VerlError) or not isinstance(error, Exception):
                 raise
             raise WeightSyncError(f"vLLM did not take the weights: {type(error).__name__}: {error}") from error
         if not live:
-            self._live = None
-        elif self._live is not None:
-            self._live.update({name: _Live(tensor, _version_of(tensor)) for name, tensor in weights})
+            self._arriving = None
+        elif self._arriving is not None:
+            self._arriving.update({name: _Live(tensor, _version_of(tensor)) for name, tensor in arrived})
 
     def weight_parts(self, names: Iterable[str]) -> dict[str, list[WeightPart]] | None:
         """This rank's share of the weights; see :meth:`RolloutEngine.weight_parts`."""
         if self._next_version is None:
             raise WeightSyncError("weights are written outside of an update; call begin_update first")
+        self._begin("weights")
         parts: dict[str, list[WeightPart]] | None = self._rpc("verl_parts", list(names))
         return parts
 
     def parts_written(self, names: Iterable[str]) -> None:
         """See :meth:`RolloutEngine.parts_written`."""
         self.manifest.note(names)
-        self._live = None
+        self._arriving = None
 
     async def end_update(self) -> None:
         """Finish the update; see :meth:`RolloutEngine.end_update`."""
@@ -501,12 +555,21 @@ class VLLMRolloutEngine(RolloutEngine):
             raise WeightSyncError("no weight update is running; call begin_update first")
         version = self._next_version
         try:
-            self.manifest.end()
-            self._rpc("verl_end_update")
+            new_base = "weights" in self._begun
+            self.manifest.end(adapter_only=self.takes_adapter and not new_base and not self.needs_base)
+            if new_base:
+                self._rpc("verl_end_update")
+                self._values = True
+            elif not self._values:
+                self._read_base()
         except BaseException:
             self._cancel_update()
             raise
         self._next_version = None
+        if new_base:
+            self._live = self._arriving
+        elif self._live is not None:
+            self._live = None if self._arriving is None else self._live | self._arriving
         self.engine.reset_prefix_cache()
         self._complete = True
         self._version = version
@@ -518,8 +581,8 @@ class VLLMRolloutEngine(RolloutEngine):
 
     def _cancel_update(self) -> None:
         self._next_version = None
-        self._live = None
-        self._rpc("verl_cancel_update")
+        if "weights" in self._begun:
+            self._rpc("verl_cancel_update")
 
     # -- vLLM
 
@@ -540,52 +603,6 @@ class VLLMRolloutEngine(RolloutEngine):
                 f"the model's attention heads have {size} values; on CPUs vLLM serves {', '.join(map(str, served))}: "
                 "set actor_rollout_ref.rollout.name=hf"
             )
-
-
-def _start_engine(
-    arguments: dict[str, Any], device: torch.device, groups: Sequence[Sequence[int]] | None = None
-) -> Any:
-    """vLLM's engine in this process.
-
-    Args:
-        arguments: of ``EngineArgs``.
-        device: of the weights.
-        groups: ranks that share the weights; None: neighbours.
-
-    Raises:
-        ConfigError: vLLM refuses the model or an argument.
-    """
-    with own_environment(device.index), named_shared_memory(), placed_groups(groups):
-        from vllm import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
-
-        leave_stale_groups()
-        try:
-            with deferred_packing() if device.type == "cpu" else contextlib.nullcontext():
-                settings = EngineArgs(**arguments).create_engine_config()
-                _require_own_model(settings.model_config)
-                engine = LLMEngine.from_vllm_config(settings, disable_log_stats=True)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"vLLM cannot be set up for rollout.name=vllm: {error}") from error
-        finally:
-            gc.unfreeze()  # vLLM takes everything that exists for its own and keeps it from collection
-    # when the engine is collected, vLLM would destroy the trainer's process groups with its own
-    engine.engine_core._finalizer.detach()
-    return engine
-
-
-def _require_own_model(model_config: Any) -> None:
-    """Refuse models that vLLM runs with Transformers' classes: it rewrites those, and the trainer uses them too.
-
-    Raises:
-        ConfigError: vLLM has no implementation of its own.
-    """
-    if model_config.using_transformers_backend():
-        raise ConfigError(
-            f"vLLM has no implementation of its own for {', '.join(model_config.hf_config.architectures)}, and the one "
-            "that borrows from Transformers cannot share a process with the trainer; set "
-            "actor_rollout_ref.rollout.name=hf"
-        )
 
 
 def _parallel_group() -> dist.ProcessGroup | None:

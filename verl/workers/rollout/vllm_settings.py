@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,15 @@ import torch
 
 from verl.errors import ConfigError
 from verl.workers.rollout.settings import max_model_len
+from verl.workers.rollout.vllm_adapters import MAX_RANKS
 from verl.workers.rollout.vllm_images import image_arguments
 from verl.workers.rollout.vllm_worker import EXTENSION
 
 if TYPE_CHECKING:
     from verl.config import ModelConfig, RolloutConfig
+
+#: arguments that :func:`engine_arguments` gives for an adapter
+ADAPTER_ARGUMENTS = ("enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras", "lora_target_modules")
 
 _CPU_BLOCK = 128  # tokens in a block of vLLM's cache on CPUs
 
@@ -32,6 +37,7 @@ def engine_arguments(
     world_size: int,
     local_world_size: int,
     reads_images: bool = False,
+    adapter: Mapping[str, torch.Size] | None = None,
 ) -> dict[str, Any]:
     """Arguments of vLLM's ``EngineArgs``.
 
@@ -44,6 +50,7 @@ def engine_arguments(
         world_size: ranks of the training.
         local_world_size: of them, those on this machine.
         reads_images: whether requests may have images.
+        adapter: shapes of the matrices of an adapter that comes beside the weights, by name; empty without one.
 
     Raises:
         ConfigError: a key has no meaning on this device or for this number of ranks.
@@ -88,6 +95,11 @@ def engine_arguments(
     }
     if reads_images:
         arguments |= image_arguments()
+    if adapter:
+        rank = next(shape[0] for name, shape in adapter.items() if name.endswith("lora_A"))
+        room = next(size for size in MAX_RANKS if size >= rank)
+        layers = sorted({name.split(".")[-2] for name in adapter})
+        arguments |= dict(zip(ADAPTER_ARGUMENTS, (True, room, 1, 1, layers), strict=True))
     if world_size > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
     if cpu:

@@ -127,8 +127,8 @@ class ModelWeights:
         filled = dict.fromkeys(tensors, 0)
         for name in names:
             key = self.names_of(name)[0]
-            if key not in self._places:  # the loaders look at shapes only while nothing is written
-                self._note(name, torch.empty(self.manifest.shape_of(name), dtype=self.dtype), write=False)
+            if key not in self._places:
+                self._note_shape(name)
             places = self._places[key]
             boxes = [box_of(place, self.manifest.shape_of(name)) for place in places or ()]
             if places is None or None in boxes:
@@ -144,6 +144,14 @@ class ModelWeights:
             if 0 < filled[owner_name] < tensor.numel():
                 tensor.detach().zero_()
         return found
+
+    def owner_of(self, name: str) -> str | None:
+        """vLLM's name of the parameter that a weight is a part of; None where it is changed on its way."""
+        key = self.names_of(name)[0]
+        if key not in self._places:
+            self._note_shape(name)
+        places = self._places[key]
+        return places[0].owner if places else None
 
     @torch.no_grad()
     def end(self) -> None:
@@ -170,6 +178,10 @@ class ModelWeights:
         from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
+
+    def _note_shape(self, name: str) -> None:
+        """Find out where one weight goes; the loaders look at shapes only while nothing is written."""
+        self._note(name, torch.empty(self.manifest.shape_of(name), dtype=self.dtype), write=False)
 
     def _note(self, name: str, tensor: torch.Tensor, *, write: bool) -> None:
         """Find out where one weight goes, and load it there if it is to be written."""

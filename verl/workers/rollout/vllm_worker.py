@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from verl.utils.pages import forget_pages
 from verl.workers.rollout.base import WeightPart
-from verl.workers.rollout.manifest import Named, WeightManifest
+from verl.workers.rollout.manifest import Named, WeightManifest, split_adapter
+from verl.workers.rollout.vllm_adapters import AdapterSlots, base_layers
 from verl.workers.rollout.vllm_weights import ModelWeights
 
 #: what vLLM imports
@@ -26,13 +28,34 @@ class WorkerExtension:
 
     def verl_attach(self, manifest: WeightManifest, dtype: torch.dtype, pack: bool) -> bool:
         """Take charge of the weights of the model that was loaded; whether they are updated in place."""
-        self._verl_weights = ModelWeights(
-            self.model_runner.get_model(), self.vllm_config.model_config, manifest=manifest, dtype=dtype, pack=pack
-        )
+        model = self.model_runner.get_model()
+        self._verl_slots: AdapterSlots | None = None
+        with base_layers(model):
+            self._verl_weights = ModelWeights(
+                model, self.vllm_config.model_config, manifest=manifest, dtype=dtype, pack=pack
+            )
         self._verl_cache_held = True
         if not self.use_v2_model_runner:  # the other one draws by seed and position itself
             self.model_runner.sampler.register_forward_pre_hook(self._verl_place_random_streams)
         return self._verl_weights.in_place
+
+    def verl_attach_adapter(self, shapes: Mapping[str, torch.Size], scaling: float, dtype: torch.dtype) -> str | None:
+        """Take charge of the policy's adapter; returns why it cannot be served apart from the weights, if so.
+
+        Args:
+            shapes: whole adapter matrices by name.
+            scaling: of the adapter's output.
+            dtype: of the weights.
+        """
+        if not self._verl_weights.in_place:
+            return "it converts the model's weights after loading"
+        manager = self.model_runner.lora_manager._adapter_manager
+        with self._verl_config():
+            slots = AdapterSlots(
+                self._verl_weights.model, manager, self._verl_weights, shapes=shapes, scaling=scaling, dtype=dtype
+            )
+        self._verl_slots = slots if slots.problem is None else None
+        return slots.problem
 
     def _verl_place_random_streams(self, *_: Any) -> None:
         """Before tokens are drawn: let each one's random numbers be a function of its seed and its position.
@@ -70,13 +93,32 @@ class WorkerExtension:
         with self._verl_config():
             self._verl_weights.cancel()
 
+    def verl_begin_adapter(self) -> None:
+        """See :meth:`AdapterSlots.begin`."""
+        assert self._verl_slots is not None
+        self._verl_slots.begin()
+
+    def verl_load_adapter(self, bucket: Iterable[Named]) -> None:
+        """See :meth:`AdapterSlots.load`."""
+        assert self._verl_slots is not None
+        self._verl_slots.load(bucket)
+
     def verl_digests(self, source: Mapping[str, torch.Tensor] | None) -> dict[str, str]:
-        """See :meth:`ModelWeights.digests`."""
-        return self._verl_weights.digests(source)
+        """Digest per weight and adapter matrix; see :meth:`ModelWeights.digests`, :meth:`AdapterSlots.digests`."""
+        slots = self._verl_slots
+        base, adapter = (None, None) if source is None else split_adapter(source.items())
+        with self._verl_config():
+            found = self._verl_weights.digests(None if base is None else dict(base))
+        if slots is not None:
+            found |= slots.digests(None if adapter is None else dict(adapter))
+        return found
 
     def verl_release_weights(self) -> bool:
-        """See :meth:`ModelWeights.release`."""
-        return self._verl_weights.release()
+        """Give the memory of weights and adapter back; see :meth:`ModelWeights.release`."""
+        released = self._verl_weights.release()
+        if released and self._verl_slots is not None:
+            self._verl_slots.release()
+        return released
 
     def verl_release_cache(self) -> bool:
         """Give the memory of the key-value cache back (CPU); whether that was possible."""
@@ -89,9 +131,12 @@ class WorkerExtension:
         self._verl_cache_held = True
 
     def verl_memory(self) -> tuple[int, int | None]:
-        """Bytes of the key-value cache and of the weights (None: unknown)."""
+        """Bytes of the key-value cache and of weights and adapter (None: unknown)."""
         cache = sum(storage.nbytes() for storage in self._verl_cache_storages()) if self._verl_cache_held else 0
-        return cache, self._verl_weights.nbytes()
+        weights = self._verl_weights.nbytes()
+        if weights is not None and self._verl_slots is not None:
+            weights += self._verl_slots.nbytes()
+        return cache, weights
 
     def _verl_cache_storages(self) -> list[torch.UntypedStorage]:
         tensors: list[torch.Tensor] = []
@@ -99,10 +144,13 @@ class WorkerExtension:
             tensors += cache if isinstance(cache, list | tuple) else [cache]
         return list({t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values())
 
-    def _verl_config(self) -> Any:
+    @contextlib.contextmanager
+    def _verl_config(self) -> Iterator[None]:
+        """What vLLM's loaders need: its settings, and the model's own layers under their names."""
         from vllm.config import set_current_vllm_config
 
-        return set_current_vllm_config(self.vllm_config)
+        with set_current_vllm_config(self.vllm_config), base_layers(self._verl_weights.model):
+            yield
 
 
 def stream_seed(seed: int, position: int) -> int:

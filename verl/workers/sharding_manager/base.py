@@ -46,6 +46,11 @@ class OwnedMemory(Protocol):
 class WeightSink(Protocol):
     """The part of a rollout engine that takes weights; every ``RolloutEngine`` is one."""
 
+    takes_adapter: bool
+
+    @property
+    def needs_base(self) -> bool: ...
+
     @property
     def policy_version(self) -> int: ...
 
@@ -71,7 +76,7 @@ class SyncReport:
     Attributes:
         version: policy version that the rollout has now.
         seconds: wall time.
-        bytes_copied: bytes that were written to memory of the rollout.
+        bytes_copied: bytes that were written to memory of the rollout; of an adapter alone those that arrived.
         bytes_shared: bytes that the rollout reads in the training engine's own memory.
         tensors: weights handed over.
         buckets: calls to the rollout's ``load``.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, cast
 
 from verl.errors import ConfigError
 from verl.utils.distributed import get_world_size
 from verl.utils.registry import Registry
+from verl.workers.sharding_manager.adapters import AdaptedSource, AdapterSync
 from verl.workers.sharding_manager.base import ShardedSource, WeightSink, WeightSource
 from verl.workers.sharding_manager.sharded import ShardedSync
 from verl.workers.sharding_manager.sync import WeightSync
@@ -108,4 +109,6 @@ def make_sharding_manager(
             f"actor.strategy={strategy!r} cannot hand weights to rollout.name={rollout!r}; pairs that can: "
             f"{', '.join(sorted(SHARDING_MANAGERS))}"
         )
+    if sink.takes_adapter:
+        return AdapterSync(cast(AdaptedSource, source), sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
     return SHARDING_MANAGERS[pair](source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)

@@ -80,7 +80,8 @@ class ChangeDetector:
         if combine is not None:
             combine(marks)
         now = dict(zip(self._now, marks.tolist(), strict=True))
-        before, self._before, self._now = self._before, now, {}
+        before, self._now = self._before, {}
+        self._before = before | now  # what is not in every hand-over (frozen weights) is remembered
         if not before:
             return None
         changed = sum(before.get(name) != value for name, value in now.items())

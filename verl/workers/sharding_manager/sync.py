@@ -12,6 +12,7 @@ import torch
 
 from verl import envs
 from verl.errors import WeightSyncError
+from verl.models.lora import is_adapter_name
 from verl.workers.rollout.base import run_blocking
 from verl.workers.sharding_manager.base import SendReport, SyncReport, WeightSink, WeightSource
 from verl.workers.sharding_manager.colocated import ColocatedTransport
@@ -162,6 +163,7 @@ class WeightReceiver:
     def __init__(self, sink: WeightSink, transport: Transport) -> None:
         self.sink = sink
         self.transport = transport
+        self._known: dict[str, str] = {}
         self.last_report: SyncReport | None = None
 
     def receive(self) -> SyncReport:
@@ -175,33 +177,43 @@ class WeightReceiver:
 
     async def receive_async(self) -> SyncReport:
         """:meth:`receive` for callers inside an event loop; blocks the loop, in which nothing may be in flight."""
-        report = await _deliver(self.transport, self.sink, check=bool(envs.get("VERL_SYNC_CHECK")))
+        report = await _deliver(self.transport, self.sink, known=self._known if envs.get("VERL_SYNC_CHECK") else None)
         self.last_report = report
         logger.debug("weights received: %s", report)
         return report
 
 
-async def _deliver(transport: Transport, sink: WeightSink, *, check: bool = False) -> SyncReport:
-    """Load one version from a transport into a rollout engine."""
+async def _deliver(transport: Transport, sink: WeightSink, *, known: dict[str, str] | None = None) -> SyncReport:
+    """Load one version from a transport into a rollout engine.
+
+    Args:
+        transport: from the sender.
+        sink: the engine.
+        known: digests of what it has, brought up to date and compared with what it uses; None: no comparison.
+    """
     started = time.perf_counter()
     delivery = transport.receive(newer_than=sink.policy_version)
-    tensors = buckets = 0
+    tensors = buckets = arrived = 0
+    adapter_only = sink.takes_adapter
     expected: dict[str, str] = {}
     async with updating(sink, delivery.version):
         with contextlib.closing(delivery.buckets) as arriving:  # at once on an error: the sender must not wait for us
             for bucket in arriving:
-                if check:
+                await sink.load(bucket, live=delivery.live)
+                if known is not None:
                     for key, digest in (await sink.checksums(dict(bucket))).items():
                         expected.setdefault(key, digest)
-                await sink.load(bucket, live=delivery.live)
                 tensors, buckets = tensors + len(bucket), buckets + 1
-    if check:
-        _compare(expected, await sink.checksums())
+                arrived += sum(tensor.nbytes for _, tensor in bucket)
+                adapter_only &= all(is_adapter_name(name) for name, _ in bucket)
+    if known is not None:
+        known.update(expected)  # of an adapter alone: the base weights must be as they were
+        _compare(known, await sink.checksums())
     memory = sink.memory()
     return SyncReport(
         version=delivery.version,
         seconds=time.perf_counter() - started,
-        bytes_copied=memory.owned_weights,
+        bytes_copied=min(arrived, memory.owned_weights) if adapter_only else memory.owned_weights,
         bytes_shared=memory.aliased_weights,
         tensors=tensors,
         buckets=buckets,

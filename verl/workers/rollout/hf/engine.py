@@ -17,6 +17,7 @@ from verl.models.decoder import compile_dense_parts, decoder_layers
 from verl.models.vision import ImageTokens
 from verl.utils.device import empty_cache, get_torch_device
 from verl.utils.distributed import get_world_size
+from verl.workers.rollout.adapters import adapter_for
 from verl.workers.rollout.base import (
     MEMORY_PARTS,
     Completion,
@@ -77,7 +78,11 @@ class HFRolloutEngine(RolloutEngine):
         config = load_hf_config(model_config)
         self.model_type: str = config.model_type
         text_config = config.get_text_config()
-        self.module = build_module(config, self.dtype, self.device, trust_remote_code=model_config.trust_remote_code)
+        lora = adapter_for(model_config, rollout_config)
+        self.takes_adapter = lora is not None
+        self.module = build_module(
+            config, self.dtype, self.device, trust_remote_code=model_config.trust_remote_code, lora=lora
+        )
         self.weights = ModuleWeights(self.module, self.dtype, self.device)
         compiled = rollout_config.enforce_eager is False
         if compiled:
@@ -284,13 +289,18 @@ class HFRolloutEngine(RolloutEngine):
 
     # -- weights
 
+    @property
+    def needs_base(self) -> bool:
+        """See :meth:`RolloutEngine.needs_base`."""
+        return not self.weights.base_held
+
     async def begin_update(self, version: int) -> None:
         """Start to receive weights; see :meth:`RolloutEngine.begin_update`."""
         self._require_idle("begin_update", WeightSyncError)
         if self._next_version is not None:
             raise WeightSyncError(f"the update to version {self._next_version} is still running; end it first")
         self._drop_packed()
-        # no restore of released copies: the update overwrites every one of them
+        # no restore of released copies: the update overwrites every one of them, or ends with it (an adapter alone)
         self._awake.add("weights")
         self.weights.begin()
         self._next_version = version

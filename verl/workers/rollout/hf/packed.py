@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from verl.models.lora import LoraLinear
+
 #: smaller matrices gain nothing: the call costs more than the order of their numbers
 PACKED_FROM = 1 << 16
 
@@ -29,12 +31,13 @@ class PackedLinears:
     """Packs the linear layers of a module on request; without packed weights they work as before.
 
     Args:
-        module: its ``nn.Linear`` layers of sufficient size are served; subclasses, which may compute something else,
-            are left alone.
+        module: its ``nn.Linear`` layers of sufficient size are served, with or without an adapter, which is not packed;
+            other subclasses, which may compute something else, are left alone.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        found = [layer for layer in module.modules() if type(layer) is nn.Linear]
+        linears = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+        found = [layer for layer in linears if type(layer) in (nn.Linear, LoraLinear)]
         self.layers = [layer for layer in found if layer.weight.numel() >= PACKED_FROM]
         self.nbytes = 0
         for layer in self.layers:
@@ -62,9 +65,12 @@ class _Forward:
 
     def __init__(self, layer: nn.Linear) -> None:
         self.layer: Any = layer
+        self.has_adapter = isinstance(layer, LoraLinear)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         layer = self.layer
         if layer.packed is None:
-            return linear(x, layer.weight, layer.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, layer.packed, layer.bias, "none", [], "")
+            out = linear(x, layer.weight, layer.bias)
+        else:
+            out = torch.ops.mkldnn._linear_pointwise(x, layer.packed, layer.bias, "none", [], "")
+        return layer.adapted(x, out) if self.has_adapter else out

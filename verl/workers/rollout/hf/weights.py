@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from verl.errors import ConfigError, WeightSyncError
+from verl.models.lora import LoraSettings, attach_adapters, is_adapter_name
 from verl.workers.rollout.base import WeightPart
 from verl.workers.rollout.hf.attention import ATTENTION_NAME, keep_last_hidden, register_attention
 
@@ -45,7 +46,12 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def build_module(
-    config: Any, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool = False
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    trust_remote_code: bool = False,
+    lora: LoraSettings | None = None,
 ) -> nn.Module:
     """A causal language model without weights that generates through :mod:`~verl.workers.rollout.hf.attention`.
 
@@ -53,9 +59,11 @@ def build_module(
         config: a Transformers configuration.
         dtype: of the parameters.
         device: of the buffers.
+        trust_remote_code: build classes that come with the model.
+        lora: the adapter that its layers get.
 
     Raises:
-        ConfigError: the architecture needs attention that this engine does not have.
+        ConfigError: the architecture needs attention that this engine does not have, or has no layer for the adapter.
     """
     from verl.models.loading import language_model_class
 
@@ -86,6 +94,8 @@ def build_module(
     if head is None:
         raise ConfigError(f"model type {config.model_type!r} has no output embeddings; it cannot generate text")
     head.register_forward_pre_hook(keep_last_hidden)
+    if lora is not None:
+        attach_adapters(module, lora)
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is not None:
@@ -115,6 +125,11 @@ class _Weight:
     live: torch.Tensor | None = None
     current: torch.Tensor | None = field(default=None, repr=False)
 
+    @property
+    def of_adapter(self) -> bool:
+        """Whether it belongs to a low-rank adapter, and not to the base model."""
+        return is_adapter_name(self.names[0])
+
     def assign(self, tensor: torch.Tensor) -> None:
         self.current = tensor
         for module, attribute in self.slots:
@@ -140,6 +155,9 @@ class ModuleWeights:
         self._by_name = {name: weight for weight in self._weights for name in weight.names}
         self._received: dict[int, torch.Tensor] | None = None
         self.complete = False
+        #: the weights of the base model are there, or can be read again; an update may then bring the adapter alone
+        self.base_held = False
+        self._has_adapter = any(weight.of_adapter for weight in self._weights)
 
     @property
     def names(self) -> list[str]:
@@ -165,6 +183,8 @@ class ModuleWeights:
                     f"weight {name!r} has shape {tuple(tensor.shape)}, the rollout expects {tuple(weight.shape)}; "
                     "a source must deliver whole, unsharded tensors"
                 )
+            if not weight.of_adapter:
+                self.base_held = False
             before = self._received.get(id(weight))
             if before is not None:  # the second name of a tied weight
                 if before.data_ptr() != tensor.data_ptr() and not torch.equal(before, tensor.to(before)):
@@ -192,6 +212,7 @@ class ModuleWeights:
             raise WeightSyncError("weights were written outside of an update; call begin_update first")
         for name in names:
             weight = self._find(name)
+            self.base_held &= weight.of_adapter
             weight.live = None
             own = self._own(weight)
             if weight.current is not own:
@@ -206,15 +227,19 @@ class ModuleWeights:
         """
         if self._received is None:
             raise WeightSyncError("no weight update is running; call begin_update first")
-        missing = [weight.names[0] for weight in self._weights if id(weight) not in self._received]
+        adapter_only = self._has_adapter and self.base_held
+        expected = [weight for weight in self._weights if weight.of_adapter or not adapter_only]
+        missing = [weight.names[0] for weight in expected if id(weight) not in self._received]
         self._received = None
         if missing:
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise WeightSyncError(
-                f"{len(missing)} of {len(self._weights)} weights did not arrive: {', '.join(missing[:5])}{more}; "
+                f"{len(missing)} of {len(expected)} weights did not arrive: {', '.join(missing[:5])}{more}; "
                 "the rollout stays without usable weights until a complete update"
             )
-        self.complete = True
+        if adapter_only:
+            self.restore()  # of the base weights
+        self.base_held = self.complete = True
 
     def cancel(self) -> None:
         """Leave a failed update; the weights stay incomplete."""

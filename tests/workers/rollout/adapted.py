@@ -1,0 +1,59 @@
+"""Models with low-rank adapters, as sources of weights for the rollout tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tests.workers.rollout.helpers import make_model, served_everywhere
+from verl.models.lora import LoraSettings, add_adapters, is_adapter_name
+from verl.workers.engine.base import WeightForm
+
+#: a rank that is none of those that engines have room for
+RANK, ALPHA = 6, 12.0
+
+
+def make_adapted_model(
+    *, targets: tuple[str, ...] = ("all-linear",), rank: int = RANK, **settings: Any
+) -> torch.nn.Module:
+    """A random model with an adapter that matters; ``settings`` of its configuration."""
+    model = make_model(served_everywhere(**settings), spread=2.0)
+    add_adapters(model, LoraSettings(rank, ALPHA, targets), seed=0)
+    change_adapter(model, seed=1)
+    return model
+
+
+@torch.no_grad()
+def change_adapter(model: torch.nn.Module, seed: int) -> None:
+    """What an optimizer step does: other values in place, of the adapter alone."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if is_adapter_name(name):
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+class AdaptedModel:
+    """A model with an adapter as a training engine gives it; ``streams`` keeps its tensors from being read in place."""
+
+    def __init__(self, model: torch.nn.Module, *, streams: bool = False) -> None:
+        self.model = model
+        self.streams = streams
+
+    def local_tensors(self, form: WeightForm = "merged") -> dict[str, torch.Tensor] | None:
+        return None if self.streams else self._tensors(form)
+
+    def named_tensors(self, form: WeightForm = "merged") -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._tensors(form).items():
+            yield name, tensor.clone()
+
+    def _tensors(self, form: WeightForm) -> dict[str, torch.Tensor]:
+        assert form != "merged"
+        tensors = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        return {name: tensor for name, tensor in tensors.items() if form == "apart" or is_adapter_name(name)}
+
+
+def adapter_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all adapter matrices."""
+    return sum(tensor.nbytes for name, tensor in model.named_parameters() if is_adapter_name(name))
