@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -71,17 +72,22 @@ def test_shards_of_two_ranks_become_the_model_that_the_engine_exports(tiny_model
     assert run("test", "--local_dir", str(tmp_path / "actor"), "--test_hf_dir", str(tmp_path / "m")) == 0
 
 
-def test_adapters_are_added_to_their_base(tiny_model_dir: str, tmp_path: Path) -> None:
+def test_adapters_are_added_to_their_base(
+    tiny_model_dir: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = make_engine(tiny_model_dir, model=LORA)
     for _ in range(2):
         train(engine)
     engine.save(tmp_path / "global_step_2" / "actor", TRAINED)
     # a step directory stands for its actor
-    target = model_merger.merge(tmp_path / "global_step_2", tmp_path / "merged")
+    with caplog.at_level(logging.INFO, logger="verl"):
+        target = model_merger.merge(tmp_path / "global_step_2", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     for name, tensor in engine.named_tensors():
         torch.testing.assert_close(merged.get_parameter(name).data, tensor, rtol=0, atol=1e-7)
-    assert model_merger.compare(tmp_path / "global_step_2", target) == len(list(merged.parameters()))
+    count = len(list(merged.parameters()))
+    assert model_merger.compare(tmp_path / "global_step_2", target) == count
+    assert f"{count} tensors in {target}" in caplog.text
 
 
 def test_a_vision_language_model_keeps_its_processor(tmp_path: Path) -> None:

@@ -70,3 +70,13 @@ class WorkerError(VerlError, RuntimeError):
 
     def __str__(self) -> str:
         return f"worker {self.role!r} rank {self.rank} failed in {self.method}():\n{self.remote_traceback.rstrip()}"
+
+
+class WorkerInputError(WorkerError, ConfigError):
+    """A worker was given something wrong, such as a model that does not load: new workers would say the same.
+
+    ``remote_traceback`` is the message alone.
+    """
+
+    def __str__(self) -> str:
+        return f"{self.remote_traceback.rstrip()} (told by worker {self.role!r} rank {self.rank} in {self.method}())"

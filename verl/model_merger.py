@@ -178,6 +178,7 @@ def merge(
     tensors, marker = load_tensors(directory, backend, base_model)
     if dtype is not None:
         tensors = {name: t.to(DTYPES[dtype]) if t.is_floating_point() else t for name, t in tensors.items()}
+    count = len(tensors)  # saving empties the mapping
     staging = target.absolute().parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
     try:
         with quiet_transformers():
@@ -193,7 +194,7 @@ def merge(
         raise CheckpointError(f"cannot write {target}: {error}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    logger.info("%s: %d tensors in %s", directory, len(tensors), target)
+    logger.info("%s: %d tensors in %s", directory, count, target)
     return target
 
 

@@ -341,6 +341,7 @@ def test_all_problems_come_together(problems):
 
 
 def test_a_problem_that_only_follows_is_not_repeated(problems):
+    assert problems("data.train_batch_size=8.5") == ["data.train_batch_size=8.5: expected a whole number"]
     assert problems(f"{ARR}.actor.strategy=deepspeed") == [
         f"{ARR}.actor.strategy='deepspeed': there is no such engine; use 'fsdp' or 'fsdp2', which both mean the FSDP2 "
         "engine, or 'megatron'"

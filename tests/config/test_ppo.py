@@ -337,11 +337,16 @@ def test_check_files_names_everything_that_is_missing(ppo, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.parquet").touch()
     (tmp_path / "empty").mkdir()
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "config.json").touch()
     config = ppo(
         "data.train_files=[there.parquet,gone.parquet]",
         f"data.val_files=[{tmp_path}/gone.jsonl,'hdfs://host/x.parquet']",
         f"{ARR}.model.path={tmp_path}/empty",
-        "critic.model.path=./nowhere",
+        "critic.model.path=half",
+        "reward_model.enable=True",
+        "reward_model.model.path=./nowhere",
+        "data.return_raw_chat=True",
         "custom_reward_function.path=gone.py",
         "data.custom_cls={path: empty, name: C}",
     )
@@ -353,7 +358,8 @@ def test_check_files_names_everything_that_is_missing(ppo, tmp_path, monkeypatch
         f"  data.val_files={tmp_path}/gone.jsonl: no such file (seen from {tmp_path})",
         "  data.val_files=hdfs://host/x.parquet: only local paths are read; copy it to this machine first",
         f"  {ARR}.model.path={tmp_path}/empty: has no config.json, so it is not a Hugging Face model directory",
-        f"  critic.model.path=./nowhere: no such directory (seen from {tmp_path})",
+        "  critic.model.path=half: has no weights (a file *.safetensors or *.bin); was it copied or downloaded whole?",
+        f"  reward_model.model.path=./nowhere: no such directory (seen from {tmp_path})",
         f"  reward.custom_reward_function.path=gone.py: no such file (seen from {tmp_path})",
         "  data.custom_cls.path=empty: is a directory, expected a file",
     ]
@@ -362,7 +368,8 @@ def test_check_files_names_everything_that_is_missing(ppo, tmp_path, monkeypatch
 def test_check_files_accepts_files_model_directories_and_hugging_face_ids(ppo, tmp_path):
     (tmp_path / "a.parquet").touch()
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").touch()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / name).touch()
     ppo(f"data.train_files={tmp_path}/a.parquet").check_files()
     ppo(f"data.train_files={tmp_path}/a.parquet", f"{ARR}.model.path={tmp_path}/model").check_files()
     # the critic does not take part, so its model is not looked for

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from verl.config import PreferenceConfig, load_config
 from verl.errors import ConfigError
 
 
@@ -111,3 +112,9 @@ def test_check_files(sft, tmp_path):
         config.check_files()
     (tmp_path / "gone.parquet").touch()
     config.check_files()
+
+
+def test_passes_over_the_data_when_nobody_says_how_many(sft):
+    assert sft().trainer.total_epochs == 4
+    files = ["data.train_files=pairs.parquet", "model.path=model"]
+    assert load_config(PreferenceConfig, "preference_trainer", files).trainer.total_epochs == 1

@@ -14,6 +14,7 @@ import pytest
 from tests.fixtures.tiny import make_tokenizer
 from verl.config import CustomClsConfig, DataConfig
 from verl.data import RLHFDataset, collate_fn, create_dataset
+from verl.data.files import Rows
 from verl.errors import ConfigError, DataError
 
 TOKENIZER = make_tokenizer()
@@ -115,12 +116,19 @@ def test_truncation(tmp_path: Path, mode: str, kept: str) -> None:
 
 
 def test_too_long_prompt_is_an_error_that_names_row_and_remedy(tmp_path: Path) -> None:
-    data = dataset(tmp_path, [row("1"), row("123456789")])
+    """At start-up: a long run must not end at the one row that is too long."""
     with pytest.raises(
         DataError, match=r"train\.parquet, row 1, .*12 tokens, more than data\.max_prompt_length=8"
     ) as e:
-        data[1]
+        dataset(tmp_path, [row("1"), row("123456789"), row("12345"), row("123456")])
     assert "filter_overlong_prompts" in str(e.value)
+    assert "(2 of 4 prompts are too long)" in str(e.value)
+
+
+def test_a_file_without_rows_is_told_before_its_columns(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(DataError, match=r"no rows in .*empty\.jsonl"):
+        Rows(str(tmp_path / "empty.jsonl"), required=["prompt"])
 
 
 def test_filtering_logs_the_count_and_keeps_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -176,6 +176,11 @@ def test_a_process_that_is_to_end_saves_and_exits_with_75(base_overrides: list[s
     assert sorted(metrics_by_step(tmp_path)) == list(range(1, first + 2))
 
 
+def test_a_run_that_saves_nothing_does_not_ask_to_be_started_again(run_training: Run) -> None:
+    with pytest.raises(TrainingError, match=r"saved nothing \(trainer.save_freq=-1\)"):
+        run_training(*LOCAL, "trainer.save_freq=-1", "trainer.time_limit_s=1000", "trainer.esi_redundant_time=999.9")
+
+
 def test_a_deadline_ends_the_run_before_it(run_training: Run, tmp_path: Path) -> None:
     rows = run_training(*LOCAL, "trainer.time_limit_s=1000", "trainer.esi_redundant_time=999.9")
     assert [row["step"] for row in rows] == [1]

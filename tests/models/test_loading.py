@@ -88,6 +88,13 @@ def test_foreign_weights_are_refused(tmp_path: Path) -> None:
         )
 
 
+def test_weights_of_another_size_are_refused_by_name(tmp_path: Path) -> None:
+    path = save_family("qwen2", tmp_path)
+    vocabulary = make_config("qwen2").vocab_size
+    with pytest.raises(ConfigError, match=rf"1 parameters .*'model.embed_tokens.weight' with \[{vocabulary}, .*\[50, "):
+        load_causal_lm(ModelConfig(path=path, override_config={"vocab_size": 50}))
+
+
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])  # the second has no token classifier in Transformers
 def test_critic_starts_at_zero_and_survives_a_round_trip(family: str, tmp_path: Path) -> None:
     path = save_family(family, tmp_path / "lm")

@@ -34,6 +34,8 @@ def score(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
         os._exit(7)
     if solution_str == "raise":
         raise KeyError("no such thing")
+    if solution_str == "exit":
+        raise SystemExit(3)
     if solution_str == "pid":
         return {"score": 1.0, "pid": os.getpid()}
     if solution_str == "signal":
@@ -106,9 +108,9 @@ def test_extra_values_and_abstention() -> None:
 
 def test_thread_scorer_keeps_order_and_turns_exceptions_into_errors(code: str) -> None:
     scorer = ThreadScorer(ScoreFunction.from_file(code, "score", {"bonus": 0.5}), ScoringOptions(timeout_s=20))
-    outcomes = scorer.score([call(t) for t in ("1", "raise", "2", "three")])
-    assert kinds(outcomes) == ["score", "error", "score", "error"]
-    assert [o.score for o in outcomes] == [1.5, None, 2.5, None]
+    outcomes = scorer.score([call(t) for t in ("1", "raise", "2", "three", "exit", "3")])
+    assert kinds(outcomes) == ["score", "error", "score", "error", "error", "score"]
+    assert [o.score for o in outcomes] == [1.5, None, 2.5, None, None, 3.5]
     assert "KeyError: 'no such thing'" in outcomes[1].message
     assert "reward.py" in outcomes[1].message  # a traceback into the user's file
     assert scorer.score([]) == []
@@ -187,6 +189,8 @@ async def _async_score(solution_str: str, **_: Any) -> float:
     await asyncio.sleep(60 if solution_str == "slow" else 0.05)
     if solution_str == "raise":
         raise ValueError("bad")
+    if solution_str == "exit":
+        raise SystemExit(3)
     if solution_str == "own":
         raise TimeoutError("of the function's own")
     return float(solution_str)
@@ -196,11 +200,11 @@ def test_async_functions_run_together_within_their_limits() -> None:
     scorer = make_scorer(ScoreFunction(_async_score), ScoringOptions(timeout_s=1.0, num_workers=1))
     assert isinstance(scorer, AsyncScorer)
     started = time.monotonic()
-    outcomes = scorer.score([call(t) for t in ["slow", "raise", "own", *map(str, range(100))]])
+    outcomes = scorer.score([call(t) for t in ["slow", "raise", "own", "exit", *map(str, range(100))]])
     assert time.monotonic() - started < 4.0  # one after the other would take over 5
-    assert kinds(outcomes[:3]) == ["timeout", "error", "error"]
+    assert kinds(outcomes[:4]) == ["timeout", "error", "error", "error"]
     assert "ValueError: bad" in outcomes[1].message
-    assert [o.score for o in outcomes[3:]] == [float(i) for i in range(100)]
+    assert [o.score for o in outcomes[4:]] == [float(i) for i in range(100)]
 
 
 def test_async_function_that_blocks_its_loop_does_not_hang_the_run() -> None:

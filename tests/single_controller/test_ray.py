@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import time
 import warnings
 from collections.abc import Iterator
@@ -390,6 +391,14 @@ class TestDetached:
 
 
 class TestFailures:
+    def test_wrong_input_is_one_sentence_however_many_ranks_say_it(self, trouble):
+        with pytest.raises(ConfigError) as info:
+            trouble.all_refuse()
+        assert re.fullmatch(
+            r"model.path=here: is no model \(told by worker 'actor_rollout_ref' rank [01] in all_refuse\(\)\)",
+            str(info.value),
+        )
+
     def test_a_raising_worker_is_reported_while_others_are_busy(self, trouble):
         start = time.monotonic()
         with pytest.raises(WorkerError) as info:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from verl import DataProto
+from verl.errors import ConfigError
 from verl.protocol import DataProtoFuture, all_gather_data_proto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import (
@@ -275,6 +276,11 @@ class Trouble(Worker):
             raise ConnectionError("connection closed by peer")
         time.sleep(0.3)
         os._exit(1)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def all_refuse(self) -> None:
+        """Every rank finds the same mistake in what it was given."""
+        raise ConfigError("model.path=here: is no model")
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def fail_later(self, data: DataProto) -> DataProto:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import Subset
+from transformers import AutoModelForSequenceClassification
 
+from tests.fixtures.tiny import make_tokenizer
 from verl.algorithms.registry import register_adv_est, register_policy_loss
 from verl.config import PPOConfig, load_config
-from verl.errors import ConfigError
-from verl.trainer.ppo.checks import check_algorithm
+from verl.data import create_dataset
+from verl.errors import ConfigError, DataError
+from verl.rewards import load_reward_manager
+from verl.trainer.ppo.checks import check_algorithm, check_data_sources, check_reward_model
 
 BASE = [
     "data.train_files=train.parquet",
@@ -89,3 +97,46 @@ def test_weights_for_a_loss_that_takes_none() -> None:
     check_algorithm(config(*chosen))
     with pytest.raises(ConfigError, match="has no parameter rollout_is_weights"):
         check_algorithm(config(*chosen, "algorithm.rollout_correction.rollout_is=token"))
+
+
+@pytest.mark.parametrize(
+    ("source", "overrides", "refused"),
+    [
+        ("mine", (), True),
+        (None, (), True),
+        ("openai/gsm8k", (), False),
+        ("aime24", (), False),
+        ("mine", ("custom_reward_function.path=reward.py",), False),
+        ("mine", ("reward_model.enable=True", "reward_model.model.path=m", "data.return_raw_chat=True"), False),
+    ],
+)
+def test_a_data_source_that_no_rule_knows(
+    source: str | None, overrides: tuple[str, ...], refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward.py").write_text("def compute_score(**kwargs): return 1.0")
+    messages = [{"role": "user", "content": "1"}]
+    rows = [{"data_source": name, "prompt": messages} for name in ("gsm8k", source)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    chosen, tokenizer = config("algorithm.adv_estimator=grpo", *overrides), make_tokenizer()
+    dataset = create_dataset([str(tmp_path / "train.jsonl")], tokenizer, chosen.data)
+    reward_fn = load_reward_manager(chosen, tokenizer)
+    said = (
+        nullcontext()
+        if not refused
+        else pytest.raises(DataError, match=rf"train.jsonl, line 2.*data_source={source!r}")
+    )
+    with said:
+        check_data_sources(chosen, reward_fn, [Subset(dataset, [0])])
+
+
+def test_a_language_model_is_no_reward_model(tiny_model_dir: str, tmp_path: Path) -> None:
+    def chosen(path: str | Path, estimator: str = "grpo", kind: str = "classifier") -> PPOConfig:
+        model = ["reward_model.enable=True", f"reward_model.kind={kind}", f"reward_model.model.path={path}"]
+        return config(f"algorithm.adv_estimator={estimator}", *model, "data.return_raw_chat=True")
+
+    with pytest.raises(ConfigError, match=r"reward_model.model.path=.*no trained score head"):
+        check_reward_model(chosen(tiny_model_dir))
+    check_reward_model(chosen(tiny_model_dir, "prime", "implicit"))
+    AutoModelForSequenceClassification.from_pretrained(tiny_model_dir, num_labels=1).save_pretrained(tmp_path)
+    check_reward_model(chosen(tmp_path))

@@ -133,14 +133,16 @@ def main(schema: type[R], config_name: str) -> Callable[[Callable[[R], Any]], Ca
 
 def help_text(schema: type[Config], config_name: str) -> str:
     """Return what ``--help`` prints: usage, an example, and every key with its default and its help."""
+    example = getattr(schema, "EXAMPLE", "")  # begins with the command
     lines = [
         f"{(schema.__doc__ or '').strip().splitlines()[0]}",
         "",
-        "usage: key=value ... [--config-path DIR] [--config-name NAME] [--config-dir DIR]",
+        f"usage: {' '.join([*example.split()[:2], 'key=value'])} ... [--config-path DIR] [--config-name NAME] "
+        "[--config-dir DIR]",
         f"       (NAME defaults to {config_name}; --cfg job prints the whole configuration as YAML; "
         "--package SECTION only that section)",
         "",
-        *(["example:", f"  {example}", ""] if (example := getattr(schema, "EXAMPLE", "")) else []),
+        *(["example:", f"  {example}", ""] if example else []),
         "keys and defaults:",
     ]
     for key in keys_of(schema).values():

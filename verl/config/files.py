@@ -7,6 +7,9 @@ from pathlib import Path
 
 from verl.errors import ConfigError
 
+#: suffixes of files with weights, in the forms that Transformers reads
+_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
+
 
 def looks_local(path: str) -> bool:
     """Return whether ``path`` is a directory rather than a Hugging Face id (``name`` or ``owner/name``)."""
@@ -31,12 +34,14 @@ def missing_file(key: str, path: str | None, *, directory: bool = False) -> str 
 
 def missing_model(key: str, path: str | None, *, needs_config: bool = True) -> str | None:
     """Return a sentence if ``path`` looks like a model directory and is none, else ``None``."""
-    if not path or not looks_local(path):
+    if not path or not (looks_local(path) or Path(path).is_dir()):
         return None
     if problem := missing_file(f"{key}={path}", path, directory=True):
         return problem
     if needs_config and not (Path(path).expanduser() / "config.json").is_file():
         return f"{key}={path}: has no config.json, so it is not a Hugging Face model directory"
+    if needs_config and not any(file.suffix in _WEIGHTS for file in Path(path).expanduser().iterdir()):
+        return f"{key}={path}: has no weights (a file *.safetensors or *.bin); was it copied or downloaded whole?"
     return None
 
 

@@ -45,9 +45,9 @@ class GenerationDataConfig(Config):
 
     def problems(self) -> Iterator[str]:
         if not self.path:
-            yield "path=[]: give the prompts, path=test.parquet or a list of files"
+            yield "path=[]: give the prompts, data.path=test.parquet or a list of files"
         if not self.output_path:
-            yield "output_path=None: give the file for the responses, for example output_path=responses.parquet"
+            yield "output_path=None: give the file for the responses, for example data.output_path=responses.parquet"
         elif Path(self.output_path).suffix not in OUTPUTS:
             yield f"output_path={self.output_path!r}: must end in {' or '.join(OUTPUTS)}"
 
@@ -168,7 +168,7 @@ class EvalDataConfig(Config):
 
     def problems(self) -> Iterator[str]:
         if not self.path:
-            yield "path=[]: give the generated responses, path=responses.parquet or a list of files"
+            yield "path=[]: give the generated responses, data.path=responses.parquet or a list of files"
 
 
 @dataclass

@@ -352,6 +352,7 @@ def _build(schema: type[R], accepted: Values, keys: Mapping[str, Key], problems:
         node = OmegaConf.create(tree)
     except OmegaConfBaseException as error:
         problems.append(_short(error))
+    mistyped: dict[str, str] = {}
     for path, key in keys.items():
         if key.kind == "section":
             continue
@@ -362,12 +363,14 @@ def _build(schema: type[R], accepted: Values, keys: Mapping[str, Key], problems:
         try:
             value = coerce(_resolve(node, path) if "${" in str(raw) else raw, key)
         except TypeError as error:
-            problems.append(f"{path}={raw!r}: {error}")
+            mistyped[path] = f"{path}={raw!r}: {error}"
             continue
         except (OmegaConfBaseException, RecursionError) as error:
             problems.append(f"{path}={raw!r}: {_short(error)}")
             continue
         _set(config, path, value)
+    # a key that takes its value from another one is not reported too
+    problems.extend(said for path, said in mistyped.items() if _source(path, keys, accepted) not in mistyped)
     return config
 
 

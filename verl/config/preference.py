@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from verl.config.base import Config, opt, section
 from verl.config.optim import OptimConfig
-from verl.config.sft import ExamplesConfig, FineTuningConfig
+from verl.config.sft import ExamplesConfig, FineTuningConfig, SFTTrainerConfig
 
 OBJECTIVES = ("dpo", "reward_model")
 DPO_LOSSES = ("sigmoid", "ipo", "hinge")
@@ -68,6 +68,7 @@ class PreferenceConfig(FineTuningConfig):
     optim: OptimConfig = section(
         OptimConfig, "Optimizer.", lr=1e-6, betas=[0.9, 0.95], lr_scheduler_type="cosine", lr_warmup_steps_ratio=0.1
     )
+    trainer: SFTTrainerConfig = section(SFTTrainerConfig, "The training run.", total_epochs=1)
     loss: PreferenceLossConfig = section(PreferenceLossConfig, "The loss over a pair.")
 
     def problems(self) -> Iterator[str]:

@@ -140,7 +140,7 @@ class FineTuningConfig(Config):
     optim: OptimConfig = section(
         OptimConfig, "Optimizer.", lr=1e-5, betas=[0.9, 0.95], lr_scheduler_type="cosine", lr_warmup_steps_ratio=0.1
     )
-    trainer: SFTTrainerConfig = section(SFTTrainerConfig, "The fine-tuning run.")
+    trainer: SFTTrainerConfig = section(SFTTrainerConfig, "The fine-tuning run.", total_epochs=4)
 
     def derive(self) -> Iterator[str]:
         """Turn the micro-batch size over all ranks into one per rank; yield a sentence if it does not divide."""

@@ -48,7 +48,7 @@ class ParquetFile(DataFile):
         self.path = path
         try:
             self._table = pq.read_table(path).combine_chunks()
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, OSError) as error:
             raise DataError(f"{path}: not a readable Parquet file: {error}") from error
         self.columns = tuple(self._table.column_names)
 
@@ -136,9 +136,11 @@ class Rows:
         if not names:
             raise DataError("no data files given; set data.train_files / data.val_files to a path or a list of paths")
         self.files = [_open(name) for name in names]
+        if not any(map(len, self.files)):
+            raise DataError(f"no rows in {', '.join(names)}")
         for file in self.files:
             for column in required:
-                if column not in file.columns:
+                if len(file) and column not in file.columns:
                     raise DataError(
                         f"{file.path} has no column {column!r}; it has {', '.join(map(repr, file.columns)) or 'none'}"
                     )
@@ -147,8 +149,6 @@ class Rows:
         for file in self.files:
             total += len(file)
             self._ends.append(total)
-        if total == 0:
-            raise DataError(f"no rows in {', '.join(names)}")
 
     def __len__(self) -> int:
         return self._ends[-1]

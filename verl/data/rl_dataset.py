@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import islice, repeat
 from pathlib import Path
@@ -88,16 +88,19 @@ class RLHFDataset(Dataset):
         return self._images is not None
 
     def _usable_rows(self) -> list[int]:
-        """Check every prompt's form; drop those that are too long, if asked to."""
-        lengths: Iterable[int | None]
-        if self.config.filter_overlong_prompts:
-            lengths = self._prompt_lengths()
+        """Check every prompt's form and, where none is to be cut, its length; drop those too long, if asked to."""
+        limit, drop = self.config.max_prompt_length, self.config.filter_overlong_prompts
+        if drop or (self.config.truncation == "error" and not self.has_images):  # images cost too much to ask for all
+            lengths = list(self._prompt_lengths())
         else:
-            lengths = (None for _ in self._texts_or_messages())
-        limit = self.config.max_prompt_length
-        kept = [index for index, length in enumerate(lengths) if length is None or length <= limit]
-        dropped = len(self.rows) - len(kept)
-        if self.config.filter_overlong_prompts:
+            lengths = [0 for _ in self._texts_or_messages()]
+        kept = [index for index, length in enumerate(lengths) if length <= limit]
+        dropped = len(lengths) - len(kept)
+        if dropped and not drop:
+            first = next(index for index, length in enumerate(lengths) if length > limit)
+            with self._naming_row(first):
+                raise DataError(f"{self._too_long(lengths[first])} ({dropped} of {len(lengths)} prompts are too long)")
+        if drop:
             logger.info(
                 "filtered %d of %d prompts longer than data.max_prompt_length=%d tokens",
                 dropped,
@@ -230,9 +233,13 @@ class RLHFDataset(Dataset):
         if mode == "middle":
             head = limit // 2
             return token_ids[:head] + token_ids[len(token_ids) - (limit - head) :]
-        raise DataError(
-            f"the prompt has {len(token_ids)} tokens, more than data.max_prompt_length={limit}; raise the limit, set "
-            "data.filter_overlong_prompts=True to drop such rows, or data.truncation=left|right|middle to cut them"
+        raise DataError(self._too_long(len(token_ids)))
+
+    def _too_long(self, length: int) -> str:
+        return (
+            f"the prompt has {length} tokens, more than data.max_prompt_length={self.config.max_prompt_length}; raise "
+            "the limit, set data.filter_overlong_prompts=True to drop such rows, or data.truncation=left|right|middle "
+            "to cut them"
         )
 
 

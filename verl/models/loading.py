@@ -333,6 +333,7 @@ def _from_pretrained(
     """
     directory = resolve_model_dir(model_config.path, use_shm=model_config.use_shm)
     import_external_lib(model_config.external_lib)
+    mismatched: list[tuple[str, torch.Size, torch.Size]] = []
     try:
         with quiet_transformers():  # missing heads are this module's own business, and every rank would draw a bar
             built = None
@@ -350,10 +351,18 @@ def _from_pretrained(
                     attn_implementation=config._attn_implementation,
                     trust_remote_code=model_config.trust_remote_code,
                     output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # an error below, which names them
                 )
                 missing = sorted(info["missing_keys"])
+                mismatched = sorted(info["mismatched_keys"])
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"cannot load a model from {directory}: {error}") from error
+    if mismatched:
+        name, stored, expected = mismatched[0]
+        raise ConfigError(
+            f"{directory}: {len(mismatched)} parameters have another shape in the files than its config.json says, "
+            f"first {name!r} with {list(stored)} instead of {list(expected)}; take both from the same model"
+        )
     lacking = [name for name in missing if not (head and name.startswith("score."))]
     if lacking:
         raise ConfigError(

@@ -103,7 +103,7 @@ def build_deferred(
         The model, where each parameter is (None: in no file), and the names of the latter. None where the files are
         not safetensors, or hold the model in another form than it computes with.
     """
-    files = _files(directory)
+    files = weight_files(directory)
     if files is None or getattr(config, "quantization_config", None) is not None:
         return None
     options = {"dtype": dtype, "attn_implementation": config._attn_implementation}
@@ -159,7 +159,7 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def _files(directory: Path) -> dict[str, Path] | None:
+def weight_files(directory: Path) -> dict[str, Path] | None:
     """Tensor name -> file; None where the weights are not safetensors."""
     try:
         if (directory / INDEX).is_file():

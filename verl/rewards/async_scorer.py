@@ -107,7 +107,7 @@ class AsyncScorer(Scorer):
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
                 return as_outcome(await self.function(**call))
-        except Exception as error:  # noqa: BLE001  the boundary to users' code
+        except (Exception, SystemExit) as error:  # noqa: BLE001  the boundary to users' code
             if isinstance(error, TimeoutError) and limit.expired():
                 return RewardOutcome.timeout(self.timeout_s or 0.0)
             return error_outcome(error)

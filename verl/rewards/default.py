@@ -102,9 +102,9 @@ def scorer_of(data_source: str) -> Scorer:
     if scorer is None:
         known = ", ".join([*SCORERS, *(f"{prefix}*" for prefix in PREFIXES)])
         raise ConfigError(
-            f"no built-in scorer for data_source={data_source!r} (known: {known}); set "
-            "custom_reward_function.path to a Python file with a function compute_score(data_source, solution_str, "
-            "ground_truth, extra_info)"
+            f"no built-in scorer for data_source={data_source!r}; set custom_reward_function.path to a Python file "
+            f"with a function compute_score(data_source, solution_str, ground_truth, extra_info), or use one of: "
+            f"{known}"
         )
     return scorer
 

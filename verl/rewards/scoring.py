@@ -98,16 +98,18 @@ def call_function(function: ScoreFunction, call: Call) -> RewardOutcome:
     """Call and read the result; whatever the function raises becomes an error outcome with its traceback."""
     try:
         return as_outcome(function(**call))
-    except Exception as error:  # noqa: BLE001  the boundary to users' code
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the boundary to users' code, which may call sys.exit
         return error_outcome(error)
 
 
 def error_outcome(error: BaseException) -> RewardOutcome:
     """An exception as an outcome; configuration errors concern every sample and are fatal."""
+    if isinstance(error, ConfigError):
+        return RewardOutcome.error(str(error), fatal=True)
     text = "".join(traceback.format_exception(error))
     if NEEDS_MAIN_THREAD in str(error):
         text += "The function uses signals, which need a process of its own: set reward.num_workers to 2 or more.\n"
-    return RewardOutcome.error(text, fatal=isinstance(error, ConfigError))
+    return RewardOutcome.error(text)
 
 
 class GiveUp(BaseException):

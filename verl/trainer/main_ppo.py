@@ -16,7 +16,7 @@ from verl.config.cli import parse_cli
 from verl.errors import ConfigError, LostProcessError, WorkerError
 from verl.utils.logging import setup_logging
 from verl.utils.program import exit_code
-from verl.utils.stopping import StopWatch
+from verl.utils.stopping import StopWatch, require_saved
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.placement import Rollout
@@ -59,6 +59,8 @@ class TaskRunner:
             else:
                 with self.watch:  # from here on: Ray has handlers of its own when it starts
                     trainer.fit()
+            if trainer.stopped:
+                require_saved(self.config.trainer.save_freq)
             return not trainer.stopped
 
     @property
@@ -75,7 +77,7 @@ class TaskRunner:
         from verl.models.loading import import_external_lib
         from verl.rewards import load_reward_manager
         from verl.trainer.image_checks import refuse
-        from verl.trainer.ppo.checks import check_algorithm, image_problems
+        from verl.trainer.ppo.checks import check_algorithm, check_data_sources, check_reward_model, image_problems
         from verl.trainer.ppo.placement import build_worker_groups
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.trainer.ppo.scoring import Scorer
@@ -90,6 +92,7 @@ class TaskRunner:
         model = config.actor_rollout_ref.model
         import_external_lib(model.external_lib)  # estimators and reward managers run in this process
         check_algorithm(config, self.source_fields)
+        check_reward_model(config)
         tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
         self.check_agents(tokenizer)
         reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
@@ -98,8 +101,10 @@ class TaskRunner:
         processor = load_processor(str(model.path), trust_remote_code=model.trust_remote_code)
         train_loader = None if trainer.val_only else self.build_train_loader(tokenizer, processor)
         val_loader = self.build_val_loader(tokenizer, processor)
-        if any(has_images(loader.dataset) for loader in (train_loader, val_loader) if loader is not None):
+        datasets = [loader.dataset for loader in (train_loader, val_loader) if loader is not None]
+        if any(map(has_images, datasets)):
             refuse(image_problems(config))
+        check_data_sources(config, reward_fn, datasets)
         batches = 0 if train_loader is None else len(train_loader)
         total_steps = steps_in_run(batches, trainer.total_epochs, trainer.total_training_steps)
         for directory in filter(None, (trainer.rollout_data_dir, trainer.validation_data_dir)):
@@ -294,7 +299,7 @@ def run_ppo(config: PPOConfig) -> bool:
         try:
             return runner.run()
         except (WorkerError, LostProcessError) as error:
-            if restarts >= config.trainer.max_restarts:
+            if restarts >= config.trainer.max_restarts or isinstance(error, ConfigError):
                 raise
             restarts += 1
             logger.error(

@@ -25,7 +25,7 @@ from verl.trainer.sft_saving import SFTSaver
 from verl.utils.distributed import all_reduce_numbers, barrier, get_rank, get_world_size, init_process_group
 from verl.utils.metrics import MetricSet
 from verl.utils.seeding import derive_seed, deterministic, set_seed
-from verl.utils.stopping import StopWatch
+from verl.utils.stopping import StopWatch, require_saved
 from verl.utils.timing import StepTimer
 from verl.utils.tokenizer import load_processor, load_tokenizer
 from verl.utils.tracking import Tracking
@@ -89,6 +89,8 @@ class SFTTrainer:
     def fit(self) -> dict[str, float]:
         """Train to the last step, save, export, and return the last step's metrics."""
         self.load_checkpoint()
+        if self.step >= self.total_steps:
+            logger.warning("all %d steps are done already; raise trainer.total_epochs to go on", self.total_steps)
         metrics: dict[str, float] = {}
         for batch in self._batches():
             self.step += 1
@@ -350,6 +352,8 @@ def run(trainer: SFTTrainer) -> dict[str, float] | None:
     try:
         with trainer.watch:
             metrics = trainer.fit()
+        if trainer.stopped:
+            require_saved(trainer.config.trainer.save_freq)
         return None if trainer.stopped else metrics
     finally:
         if trainer.tracker is not None:

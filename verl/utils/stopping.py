@@ -11,6 +11,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from verl import envs
+from verl.errors import TrainingError
 from verl.utils.timing import format_duration
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,19 @@ _DEADLINES = (
     "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
     "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
 )
+
+
+def require_saved(save_freq: int) -> None:
+    """Refuse to call a run unfinished that saved nothing: started again and again, it would never end.
+
+    Raises:
+        TrainingError: there is no checkpoint to go on from.
+    """
+    if save_freq <= 0:
+        raise TrainingError(
+            f"the run ended before its last step and saved nothing (trainer.save_freq={save_freq}), so the next start "
+            "begins anew; set trainer.save_freq to be able to go on"
+        )
 
 
 class StopWatch:
@@ -83,4 +97,6 @@ class StopWatch:
             os.kill(os.getpid(), signal.SIGTERM)
             return
         self.signalled = True
-        logger.warning("SIGTERM: the run saves and ends after this step; a second SIGTERM ends it at once")
+        logger.warning(
+            "SIGTERM: the run ends after this step, and saves if trainer.save_freq is set; a second one ends it at once"
+        )

@@ -34,6 +34,11 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False, **kwargs: 
     except (OSError, ValueError) as error:
         what = f"directory {path!r}" if Path(path).is_dir() else f"{path!r}, which is not a local directory,"
         raise ConfigError(f"cannot load a tokenizer from {what}: {error}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # Transformers makes an empty one where files are missing
+        raise ConfigError(
+            f"the tokenizer of {path!r} has no vocabulary; copy tokenizer.json and tokenizer_config.json beside the "
+            "model, or give model.tokenizer_path"
+        )
     set_pad_token(tokenizer)
     return tokenizer
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 
-from verl.errors import WorkerError
+from verl.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    SchemaError,
+    TrainingError,
+    WorkerError,
+    WorkerInputError,
+)
+
+logger = logging.getLogger(__name__)
 
 
 def worker_error(role: str, rank: int, method: str, error: Exception, caught_in: str) -> WorkerError:
     """Report an exception of a worker's method.
 
-    The traceback travels as text, because exceptions of user code need not pickle.
+    The traceback travels as text, because exceptions of user code need not pickle. What the library itself says of
+    the input, a checkpoint or a number that is not finite is a message that needs none.
 
     Args:
         role: the worker's role.
@@ -19,6 +31,11 @@ def worker_error(role: str, rank: int, method: str, error: Exception, caught_in:
         error: the exception.
         caught_in: ``__file__`` of the module that caught it; its own frames are left out of the text.
     """
+    logger.debug("%s rank %d: %s() raised", role, rank, method, exc_info=error)
+    if isinstance(error, ConfigError | DataError) and not isinstance(error, SchemaError):
+        return WorkerInputError(role, rank, method, str(error))
+    if isinstance(error, CheckpointError | TrainingError):
+        return WorkerError(role, rank, method, "".join(traceback.format_exception_only(error)))
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == caught_in:
         frames = frames.tb_next

@@ -411,13 +411,15 @@ def _first_cause(
     main = _as_worker_error(failures.pop(chosen), role, ranks.get(chosen, -1), method)
     if failures:
         others = [_as_worker_error(error, role, ranks.get(ref, -1), method) for ref, error in failures.items()]
-        lines = "\n".join(f"  rank {other.rank}: {_last_line(other.remote_traceback)}" for other in others)
-        main = WorkerError(
-            main.role, main.rank, main.method, f"{main.remote_traceback.rstrip()}\nother ranks failed too:\n{lines}"
-        )
+        # each thing once, however many ranks say it
+        different = {o.remote_traceback: o for o in others if o.remote_traceback != main.remote_traceback}
+        lines = [f"  rank {other.rank}: {_last_line(text)}" for text, other in different.items()]
+        if lines:
+            text = "\n".join([main.remote_traceback.rstrip(), "other ranks failed too:", *lines])
+            main = type(main)(main.role, main.rank, main.method, text)
     if silent := sorted(ranks[reference] for reference in stuck if reference in ranks):
         # where a collective ran out of time, these are the ranks that the others waited for
-        main = WorkerError(
+        main = type(main)(
             main.role,
             main.rank,
             main.method,

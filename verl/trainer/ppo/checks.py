@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from torch.utils.data import Subset
+
 from verl.algorithms.registry import fields_needed, get_adv_estimator_fn, is_prepared
 from verl.config import ModelConfig, PPOConfig
-from verl.errors import ConfigError
+from verl.data.files import Rows
+from verl.errors import ConfigError, DataError
+from verl.models.loading import resolve_model_dir
+from verl.models.sliced import weight_files
+from verl.rewards.default import default_compute_score, scorer_of
 from verl.schema import STAGES
 from verl.trainer.image_checks import engine_problems, model_problems
 from verl.workers.losses import actor_loss
@@ -116,6 +123,51 @@ def image_problems(config: PPOConfig) -> list[str]:
             "actor_rollout_ref.rollout.agent: agent loops read text alone; answer prompts with images in one turn"
         )
     return problems
+
+
+def check_data_sources(config: PPOConfig, reward_fn: Any, datasets: Iterable[Any]) -> None:
+    """Refuse rows whose ``data_source`` the built-in rules do not know, where those are to score them.
+
+    Reward models, agent loops and functions of users know better, and data sets of users need not have rows.
+
+    Raises:
+        DataError: naming the first such row.
+    """
+    function = getattr(reward_fn, "compute_score", None)
+    agents = config.actor_rollout_ref.rollout.agent_loop not in (None, "single_turn_agent")
+    if getattr(function, "function", None) is not default_compute_score or config.reward_model.enable or agents:
+        return
+    for dataset in datasets:
+        while isinstance(dataset, Subset):
+            dataset = dataset.dataset
+        rows = getattr(dataset, "rows", None)
+        known: set[str] = set()
+        for index, source in enumerate(rows.column(config.data.reward_fn_key) if isinstance(rows, Rows) else ()):
+            if source in known:
+                continue
+            try:
+                scorer_of(source)
+            except ConfigError as error:
+                raise DataError(f"{rows.place(index)}, column {config.data.reward_fn_key!r}: {error}") from None
+            known.add(source)
+
+
+def check_reward_model(config: PPOConfig) -> None:
+    """Refuse a language model where a trained reward model is to score: all its scores would be 0.
+
+    Raises:
+        ConfigError: the model's files have no score head.
+    """
+    reward = config.reward_model
+    if not reward.enable or reward.implicit:
+        return
+    files = weight_files(resolve_model_dir(reward.model.path))
+    if files is not None and "score.weight" not in files:
+        raise ConfigError(
+            f"reward_model.model.path={reward.model.path}: has no trained score head (score.weight), so it is no "
+            "reward model and every score would be 0; train one with `verl preference objective=reward_model`, or "
+            "set reward_model.kind=implicit for a language model that learns to judge"
+        )
 
 
 def _check_fields(key: str, missing: frozenset[str]) -> None:

@@ -123,6 +123,8 @@ class RayPPOTrainer:
     def fit(self) -> None:
         """Run the training: generate, score, estimate advantages, update, hand the new weights over."""
         self.load_checkpoint()
+        if self.step >= self.total_steps:
+            logger.warning("all %d steps are done already; raise trainer.total_epochs to go on", self.total_steps)
         self.sync_weights()
         if self.config.trainer.val_before_train and self.step == 0:
             self.tracker.log(self.validate(), step=self.step)

@@ -361,7 +361,10 @@ def read_marker(path: Path) -> dict[str, Any]:
         CheckpointError: no such directory, or a checkpoint that was not finished.
     """
     if not path.is_dir():
-        raise CheckpointError(f"there is no checkpoint directory {path}; check the path (trainer.resume_from_path)")
+        raise CheckpointError(
+            f"there is no checkpoint directory {path}; the path is wrong (trainer.resume_from_path), or the run that "
+            f"saved had no {path.name}: trainer.resume_mode=disable or another trainer.default_local_dir starts anew"
+        )
     try:
         marker = json.loads((path / MARKER).read_text())
     except (OSError, ValueError) as error:
