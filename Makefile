@@ -101,6 +101,7 @@ $(STAMPS)/sglang: requirements/sglang-cpu.txt requirements/sglang-no-deps.txt $(
 
 .PHONY: install
 install: $(STAMPS)/core ## create the environment with verl in it
+	@echo "installed; next: source $(VENV)/bin/activate, then verl --help"
 
 .PHONY: install-dev
 install-dev: $(STAMPS)/dev ## the same, with the tools for tests and checks
