@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -600,15 +601,111 @@ class TestPickles:
         assert_rows(back, [0, 1, 2])
         assert back.meta_info == {"step": 2}
         assert [p.name for p in tmp_path.iterdir()] == ["batch.pkl"]
-        path.write_bytes(pickle.dumps([1]))
+
+    def test_files_hold_plain_values_of_every_kind(self, tmp_path):
+        pixels = torch.zeros(3, 2)
+        rows = [
+            {"turns": [("user", "a"), ("model", "b")], "score": np.float32(0.5), "tags": {"x", "y"}, 3: None},
+            {"image": pixels, "again": pixels, "raw": b"\x00", "ids": np.arange(4, dtype=np.int16)},
+        ]
+        data = DataProto.from_dict(
+            {"x": torch.arange(10).reshape(5, 2)[:2]},
+            {
+                "rows": rows,
+                "number": np.array([1, 2], np.int8),
+                "day": np.array(["2024-01-01", "NaT"], "datetime64[D]"),
+            },
+            {"nested": {"k": [1.5, True, 1 + 2j]}, "frozen": frozenset({1}), "empty": np.zeros((0, 3)), "name": "n"},
+        )
+        data.save_to_disk(tmp_path / "batch")
+        back = DataProto.load_from_disk(tmp_path / "batch")
+        first, second = back.non_tensor_batch["rows"]
+        assert first == rows[0]
+        assert type(first["score"]) is np.float32
+        assert type(first["turns"][0]) is tuple
+        assert second["raw"] == b"\x00"
+        assert second["image"] is second["again"]
+        assert second["image"].tolist() == pixels.tolist()
+        assert second["ids"].tolist() == [0, 1, 2, 3]
+        assert second["ids"].dtype == np.int16
+        second["ids"][0] = 9  # may be written to
+        for name in ("number", "day"):
+            assert back.non_tensor_batch[name].dtype == data.non_tensor_batch[name].dtype
+        assert np.array_equal(back.non_tensor_batch["day"], data.non_tensor_batch["day"], equal_nan=True)
+        assert back.meta_info["empty"].shape == (0, 3)
+        assert {name: back.meta_info[name] for name in ("nested", "frozen", "name")} == {
+            "nested": {"k": [1.5, True, 1 + 2j]},
+            "frozen": frozenset({1}),
+            "name": "n",
+        }
+        assert (tmp_path / "batch").stat().st_size < 8000
+
+    def test_files_without_tensors_and_with_nested_ones(self, tmp_path):
+        DataProto.from_dict(non_tensors={"uid": ["a"]}).save_to_disk(tmp_path / "a")
+        assert DataProto.load_from_disk(tmp_path / "a").batch is None
+        inner = TensorDict({"z": torch.arange(6).reshape(2, 3)}, [2])
+        DataProto(TensorDict({"a": inner}, [2])).save_to_disk(tmp_path / "b")
+        assert DataProto.load_from_disk(tmp_path / "b").batch["a", "z"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+    def test_objects_of_other_types_need_a_pickle_that_both_sides_ask_for(self, tmp_path):
+        path = tmp_path / "batch"
+        data = DataProto.from_dict(non_tensors={"odd": [Path("/a")]})
+        with pytest.raises(DataError, match=r"non_tensor_batch\['odd'\] has a \w*Path, .* leave it out"):
+            data.save_to_disk(path)
+        endless: list[object] = []
+        endless.append(endless)
+        with pytest.raises(DataError, match=r"meta_info\['x'\] has a list that contains itself"):
+            make(1, x=endless).save_to_disk(path)
+        assert list(tmp_path.iterdir()) == []
+        data.save_to_disk(path, allow_pickle=True)
+        with pytest.raises(DataError, match="may run code: give load_from_disk allow_pickle=True if you trust"):
+            DataProto.load_from_disk(path)
+        assert DataProto.load_from_disk(path, allow_pickle=True).non_tensor_batch["odd"][0] == Path("/a")
+
+    def test_a_file_that_would_run_code_is_refused(self, tmp_path):
+        class Runs:
+            def __reduce__(self):
+                return os.mkdir, (str(tmp_path / "ran"),)
+
+        path = tmp_path / "batch"
+        path.write_bytes(pickle.dumps(Runs()))
+        with pytest.raises(DataError, match="allow_pickle"):
+            DataProto.load_from_disk(path)
+        for content in ({"kind": "DataProto", "content": {"batch": Runs()}}, Runs()):
+            torch.save(content, path)
+            for allowed in (False, True):  # what looks like a plain file is read as one
+                with pytest.raises(DataError, match="holds more than tensors and plain values"):
+                    DataProto.load_from_disk(path, allow_pickle=allowed)
+        assert not (tmp_path / "ran").exists()
+
+    @pytest.mark.parametrize(
+        "batch",
+        [["nonsense"], [1], ["array", "O", [1], torch.zeros(8, dtype=torch.uint8)], ["tensors", [2], [["x", 3]]], {}],
+    )
+    def test_damaged_files_are_refused(self, tmp_path, batch):
+        torch.save({"kind": "DataProto", "content": {"batch": batch}}, tmp_path / "batch")
+        with pytest.raises(DataError, match="damaged"):
+            DataProto.load_from_disk(tmp_path / "batch")
+
+    def test_files_of_other_things_are_refused(self, tmp_path):
+        path = tmp_path / "batch"
+        torch.save({"kind": "Dream", "content": {}}, path)
+        with pytest.raises(DataError, match="holds Dream, expected a DataProto"):
+            DataProto.load_from_disk(path)
+        torch.save([1], path)
         with pytest.raises(DataError, match="holds a list, expected a DataProto"):
             DataProto.load_from_disk(path)
+        path.write_bytes(pickle.dumps([1]))
+        with pytest.raises(DataError, match="holds a list, expected a DataProto"):
+            DataProto.load_from_disk(path, allow_pickle=True)
 
     def test_a_failed_write_leaves_the_old_file(self, tmp_path):
         path = tmp_path / "batch.pkl"
         make(1).save_to_disk(path)
-        with pytest.raises((AttributeError, pickle.PicklingError)):
+        with pytest.raises(DataError, match=r"meta_info\['bad'\] has a function"):
             make(2, bad=lambda: None).save_to_disk(path)
+        with pytest.raises((AttributeError, pickle.PicklingError)):
+            make(2, bad=lambda: None).save_to_disk(path, allow_pickle=True)
         assert len(DataProto.load_from_disk(path)) == 1
         assert [p.name for p in tmp_path.iterdir()] == ["batch.pkl"]
 

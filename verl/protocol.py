@@ -16,6 +16,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,6 +25,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from verl import envs
 from verl.errors import DataError, SchemaError, WorkerError
+from verl.utils import plain_file
 from verl.utils.fs import atomic_open
 from verl.utils.metrics import Metric, MetricSet
 from verl.utils.transport import array_of, pack, tensor_of
@@ -618,22 +620,65 @@ class DataProto:
         out.meta_info = copy.deepcopy(self.meta_info, memo)
         return out
 
-    def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
-        """Write the batch to a file; it appears only when complete."""
-        with atomic_open(filepath, "wb") as file:
-            pickle.dump(self, file, protocol=5)
+    def save_to_disk(self, filepath: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
+        """Write the batch to a file of tensors, arrays and plain Python values; it appears only when complete.
 
-    @staticmethod
-    def load_from_disk(filepath: str | os.PathLike[str]) -> DataProto:
-        """Read a file that :meth:`save_to_disk` wrote. It is a pickle: load only files you trust.
+        Args:
+            filepath: of the file.
+            allow_pickle: write a pickle, which may hold any object and is read only with the same argument.
 
         Raises:
-            DataError: the file holds something else.
+            DataError: without ``allow_pickle``, a field holds something else than plain values; names it.
         """
-        with open(filepath, "rb") as file:
+        if allow_pickle:
+            with atomic_open(filepath, "wb") as file:
+                pickle.dump(self, file, protocol=5)
+            return
+        content: dict[str, Any] = {"batch": self._encoded("batch", self.batch)}
+        for part in ("non_tensor_batch", "meta_info"):
+            fields = getattr(self, part)
+            content[part] = {name: self._encoded(f"{part}[{name!r}]", value) for name, value in fields.items()}
+        plain_file.save(Path(filepath), DataProto.__name__, content)
+
+    @staticmethod
+    def _encoded(name: str, value: Any) -> Any:
+        try:
+            return plain_file.encode(value)
+        except TypeError as error:
+            raise DataError(
+                f"{name} has a {error}, which a file of plain values cannot hold; leave it out, or give save_to_disk "
+                "and load_from_disk allow_pickle=True"
+            ) from None
+
+    @staticmethod
+    def load_from_disk(filepath: str | os.PathLike[str], *, allow_pickle: bool = False) -> DataProto:
+        """Read a file that :meth:`save_to_disk` wrote; tensors arrive on the CPU.
+
+        Args:
+            filepath: of the file.
+            allow_pickle: read pickles too, which run whatever their writer wanted: only for files of your own.
+
+        Raises:
+            DataError: the file holds something else, or is a pickle that is not allowed.
+        """
+        path = Path(filepath)
+        if plain_file.is_plain_file(path):
+            content = plain_file.load(path, DataProto.__name__)
+            arrays, meta = (
+                {name: plain_file.decode(value) for name, value in content.get(part, {}).items()}
+                for part in ("non_tensor_batch", "meta_info")
+            )
+            return DataProto(plain_file.decode(content.get("batch")), arrays, meta)
+        if not allow_pickle:
+            raise DataError(
+                f"{path} is no file of plain values. If it is a pickle, as save_to_disk writes with allow_pickle=True "
+                "and earlier versions always did, reading it may run code: give load_from_disk allow_pickle=True if "
+                "you trust whoever wrote it, and save the batch again"
+            )
+        with open(path, "rb") as file:
             data = pickle.load(file)
         if not isinstance(data, DataProto):
-            raise DataError(f"{os.fspath(filepath)} holds a {type(data).__name__}, expected a DataProto")
+            raise DataError(f"{path} holds a {type(data).__name__}, expected a DataProto")
         return data
 
     # ---- helpers -------------------------------------------------------------------------------------------
