@@ -47,10 +47,10 @@ def load(path: Path, kind: str) -> dict[str, Any]:
         stored = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         raise DataError(f"{path} is damaged, or holds more than tensors and plain values: {error}") from error
-    if not isinstance(stored, dict) or stored.get("kind") != kind or not isinstance(stored.get("content"), dict):
-        found = stored.get("kind") if isinstance(stored, dict) else None
+    found, content = (stored.get("kind"), stored.get("content")) if isinstance(stored, dict) else (None, None)
+    if found != kind or not isinstance(content, dict):
         raise DataError(f"{path} holds {found or f'a {type(stored).__name__}'}, expected a {kind}")
-    return stored["content"]
+    return content
 
 
 def is_plain_file(path: Path) -> bool:
