@@ -24,6 +24,14 @@ def test_done_and_to_be_started_again() -> None:
     assert exit_code(lambda: False) == 75
 
 
+def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> bool:
+        raise KeyboardInterrupt
+
+    assert exit_code(work) == 130
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_messages_hold_no_secrets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "abcdef0123456789")
 

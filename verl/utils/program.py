@@ -12,6 +12,9 @@ from verl.utils.stopping import EXIT_UNFINISHED
 
 logger = logging.getLogger(__name__)
 
+#: what shells report of a program that Ctrl-C ended
+EXIT_INTERRUPTED = 130
+
 
 def exit_code(work: Callable[[], bool]) -> int:
     """Do the work of a program and return the process's exit code.
@@ -22,7 +25,7 @@ def exit_code(work: Callable[[], bool]) -> int:
         work: returns False if it saved its state and ended early, to be started again.
 
     Returns:
-        0: done; 1: failed; 2: the configuration or the input is wrong; 75: ended early.
+        0: done; 1: failed; 2: the configuration or the input is wrong; 75: ended early; 130: interrupted (Ctrl-C).
     """
     try:
         finished = work()
@@ -30,4 +33,8 @@ def exit_code(work: Callable[[], bool]) -> int:
         logger.debug("the program failed", exc_info=True)
         sys.stderr.write(without_secrets(f"{type(error).__name__}: {error}\n"))
         return 2 if isinstance(error, ConfigError | DataError) else 1
+    except KeyboardInterrupt:
+        logger.debug("interrupted", exc_info=True)
+        sys.stderr.write("interrupted; what was saved before is whole, and the same command goes on from there\n")
+        return EXIT_INTERRUPTED
     return 0 if finished else EXIT_UNFINISHED
