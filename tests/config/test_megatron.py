@@ -51,6 +51,12 @@ def test_the_optimizer_of_a_megatron_model_takes_fields_of_its_own() -> None:
     assert config.actor_rollout_ref.actor.optim.override_optimizer_config == {"optimizer_cpu_offload": True}
 
 
+@pytest.mark.parametrize("where", [ACTOR, "critic"])
+def test_saving_in_the_background_is_refused(where: str) -> None:
+    text = problem(f"{where}.checkpoint.async_save=True", "algorithm.adv_estimator=gae")
+    assert f"{where}.checkpoint.async_save=True: the Megatron engine writes its checkpoints before" in text
+
+
 def test_neighbours_share_weights_and_tokens_and_stages_come_last() -> None:
     # 8 ranks, 2 of them tensor parallel, 2 stages: ranks 0, 1 | 2, 3 of the first stage, 4, 5 | 6, 7 of the second
     sizes = MegatronConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)

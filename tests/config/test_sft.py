@@ -99,6 +99,11 @@ def test_the_number_of_processes_is_what_torchrun_says(sft, monkeypatch):
             ["model.strategy=megatron", "data.pad_mode=right"],
             "data.pad_mode='right': the Megatron engine always removes padding; use pad_mode=no_padding",
         ),
+        (
+            ["model.strategy=megatron", "trainer.checkpoint.async_save=True"],
+            "trainer.checkpoint.async_save=True: the Megatron engine writes its checkpoints before the training goes "
+            "on; leave it out",
+        ),
         (["data.max_lenght=3"], "data.max_lenght=3: unknown key; did you mean data.max_length?"),
     ],
 )

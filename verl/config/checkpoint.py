@@ -29,6 +29,19 @@ class CheckpointConfig(Config):
         False, "Copy the state to host memory and write it while the training goes on; keeps that much host memory."
     )
 
+    def engine_problems(self, key: str, strategy: str) -> Iterator[str]:
+        """What the engine of a role cannot do.
+
+        Args:
+            key: of this section.
+            strategy: of the role.
+        """
+        if self.async_save and strategy == "megatron":
+            yield (
+                f"{key}.async_save=True: the Megatron engine writes its checkpoints before the training goes on; leave "
+                "it out"
+            )
+
     def problems(self) -> Iterator[str]:
         if not self.save_contents:
             yield f"save_contents=[]: name at least one of {', '.join(CONTENTS)}, or set save_freq=-1 to save nothing"

@@ -460,6 +460,9 @@ class PPOConfig(Config):
                 f"actor_rollout_ref.ref.strategy={ref.strategy!r}: the reference shares the workers of the actor, "
                 f"whose strategy is {actor.strategy!r}; leave it out"
             )
+        for where, role in roles.items():
+            if not isinstance(role, RefConfig):
+                yield from role.checkpoint.engine_problems(f"{where}.checkpoint", role.strategy)
         on_megatron = {where: role.megatron for where, role in roles.items() if role.strategy == "megatron"}
         first = next(iter(on_megatron.items()), None)
         if first is not None:

@@ -172,6 +172,7 @@ class FineTuningConfig(Config):
         budget = None if tokens is None else tokens * self.model.ranks_per_sequence
         yield from token_problems([("data.max_token_len_per_gpu", budget)], data.max_length, "data.max_length")
         yield from self.optim.engine_problems("optim", self.model.strategy)
+        yield from self.trainer.checkpoint.engine_problems("trainer.checkpoint", self.model.strategy)
         if self.model.strategy == "megatron":
             yield from self.model.megatron.world_problems("model.megatron", world)
             yield from self.model.megatron.model_problems("model", self.model)
