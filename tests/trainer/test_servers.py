@@ -104,6 +104,8 @@ def test_a_server_that_dies_in_use_comes_back_with_the_weights(tmp_path: Path) -
         first = rollout.generate_sequences(batch)
         assert [health.state for health in group.call("health")] == ["asleep", "asleep"]
         assert first.batch["policy_version"].unique().tolist() == [3]
+        counted = {"rollout/preemptions": 0.0, "rollout/recomputed_tokens": 0.0}
+        assert first.meta_info["metrics"].values_by_name() == counted
 
         with rollout.serving() as client:
             os.kill(group.replicas[0].infos[0].pid, signal.SIGKILL)

@@ -18,6 +18,7 @@ from verl.trainer.ppo.group_filter import GroupFilter
 from verl.trainer.ppo.plain import from_plain, to_plain
 from verl.trainer.ppo.scoring import Scorer, outcomes
 from verl.trainer.ppo.sources import SyncSource, steps_in_run
+from verl.utils.metrics import MetricSet, msum
 from verl.utils.timing import StepTimer
 
 WIDTH = 3
@@ -58,6 +59,7 @@ class Rollout:
 
     def __init__(self) -> None:
         self.requests: list[DataProto] = []
+        self.counts = MetricSet()
 
     def generate_sequences(self, request: DataProto) -> DataProto:
         self.requests.append(request)
@@ -70,7 +72,8 @@ class Rollout:
                 "prompts": tensors["input_ids"],
                 "responses": responses,
                 "response_mask": torch.ones(rows, WIDTH, dtype=torch.int64),
-            }
+            },
+            meta_info={"metrics": self.counts} if self.counts else {},
         )
 
 
@@ -106,6 +109,14 @@ def test_a_batch_is_generated_scored_and_timed() -> None:
     assert metrics == {"reward/abstained": 0.0}
     assert set(timer.seconds) == {"gen", "reward"}
     assert "greedy" not in source.rollout.requests[0].batch
+
+
+def test_what_the_rollout_counts_is_a_metric_of_the_step() -> None:
+    source = sync_source(lambda row: float(row[0]))
+    source.rollout.counts = MetricSet({"rollout/preemptions": msum(3)})
+    batch, metrics = source.next_batch(1, StepTimer())
+    assert metrics["rollout/preemptions"] == 3
+    assert "metrics" not in batch.meta_info
 
 
 def test_further_batches_of_a_step_have_other_prompts_seeds_and_uids() -> None:

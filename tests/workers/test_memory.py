@@ -168,6 +168,10 @@ def test_parameters_optimizer_and_cache_are_as_predicted(groups: Any) -> None:
     ids = torch.randint(5, 100, (16, 16))
     prompts = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "sample_index": torch.arange(16)}
     batch = actor.generate_sequences(DataProto.from_dict(prompts, meta_info={"step": 1}))
+    assert batch.meta_info["metrics"].values_by_name() == {
+        "rollout/preemptions": 0.0,
+        "rollout/recomputed_tokens": 0.0,
+    }
     assert actor.workers[0].rollout.memory().kv_cache == 0
     batch.union(actor.compute_log_prob(batch))
     batch.union(built.critic.compute_values(batch))

@@ -42,7 +42,8 @@ class AgentLoopRole:
                 if worker.config.rollout.free_cache_engine:
                     await worker.rollout.sleep()
 
-        return asyncio.run(run())
+        answers: DataProto = worker.with_counts(asyncio.run(run()))
+        return answers
 
     @property
     def runner(self) -> AgentLoopRunner:

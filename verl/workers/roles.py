@@ -51,7 +51,7 @@ from verl.workers.engine.images import engine_rows
 from verl.workers.losses import actor_loss, critic_loss, implicit_reward_model_loss
 from verl.workers.memory import METER
 from verl.workers.rollout import get_rollout_class
-from verl.workers.rollout.batch import batch_from_completions, requests_from_batch
+from verl.workers.rollout.batch import EventCounts, batch_from_completions, requests_from_batch
 from verl.workers.sharding_manager import SendReport, WeightSender, WeightSource, make_sharding_manager
 from verl.workers.sharding_manager.adapters import AdapterSource
 from verl.workers.sharding_manager.grid import sharing_ranks
@@ -265,6 +265,7 @@ class ActorRolloutRefWorker(RoleWorker):
         self.actor: TrainEngine | None = None
         self.ref: TrainEngine | None = None
         self.cache_bytes = 0  # of the rollout's keys and values when the last generation ended
+        self.rollout_counts = EventCounts()
         self.updates_handed_over = 0
         self._sender: WeightSender | None = None
         self._sender_link: str | None = None
@@ -355,7 +356,12 @@ class ActorRolloutRefWorker(RoleWorker):
                     await self.rollout.sleep()
 
         completions = asyncio.run(run())
-        return batch_from_completions(prompts, completions, config.response_length, self.rollout.pad_token_id)
+        answers = batch_from_completions(prompts, completions, config.response_length, self.rollout.pad_token_id)
+        return self.with_counts(answers)
+
+    def with_counts(self, answers: DataProto) -> DataProto:
+        """A generated batch, with what its generation added to the rollout engine's counters."""
+        return self.rollout_counts.add_to(answers, {"": self.rollout.counters()})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), reuse_fields=True)
     @measured("log_prob")

@@ -10,7 +10,7 @@ from verl.errors import DataError, SchemaError
 from verl.protocol import DataProto
 from verl.utils.seeding import derive_seed
 from verl.workers.rollout.base import Completion
-from verl.workers.rollout.batch import batch_from_completions, requests_from_batch
+from verl.workers.rollout.batch import EventCounts, batch_from_completions, pop_metrics, requests_from_batch
 
 
 def prompts(**fields: torch.Tensor) -> DataProto:
@@ -116,3 +116,16 @@ def test_completions_must_fit() -> None:
             4,
             0,
         )
+
+
+def test_a_batch_has_what_counters_gained_since_the_one_before() -> None:
+    counts = EventCounts()
+
+    def gained(**engines: dict[str, int]) -> dict[str, float]:
+        return pop_metrics(counts.add_to(prompts(), engines))
+
+    assert gained(a={"preemptions": 3}, b={"preemptions": 1}) == {"rollout/preemptions": 4.0}
+    assert gained(a={"preemptions": 5}, b={"preemptions": 1}) == {"rollout/preemptions": 2.0}
+    assert gained(a={"preemptions": 5}, b={"preemptions": 0}) == {"rollout/preemptions": 0.0}, "b was restarted"
+    assert gained(a={}) == {}
+    assert "metrics" not in prompts().meta_info

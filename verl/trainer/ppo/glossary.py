@@ -104,6 +104,11 @@ GLOSSARY: dict[str, str] = {
         "Rows of the training batch where trajectories may have several, and rows without a token that fill "
         "mini-batches."
     ),
+    # generation
+    "rollout/preemptions": (
+        "Times that a sample left the full key-value cache to others and was continued later (rollout.name=hf)."
+    ),
+    "rollout/recomputed_tokens": "Tokens whose keys and values were computed again because of that.",
     # over-sampling
     "over_sampling/started": "Prompts for which samples were begun in this step.",
     "over_sampling/stopped": "Samples stopped before their end because enough prompts were complete.",

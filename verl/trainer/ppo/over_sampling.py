@@ -16,6 +16,7 @@ from verl.trainer.ppo.placement import Rollout
 from verl.trainer.ppo.plain import from_plain, join, to_plain
 from verl.trainer.ppo.sources import Score, SyncSource, with_answers, with_samples, without_surplus
 from verl.utils.timing import StepTimer
+from verl.workers.rollout.batch import pop_metrics
 
 _KEPT = "the trajectories carried to the next step"
 _INSTEAD = "set actor_rollout_ref.rollout.partial_rollout=False"
@@ -79,11 +80,11 @@ class OverSamplingSource(SyncSource):
         prefix = self._count_call(step)
         with timer("gen"):
             started = self._begin(step, prefix)
-            rows, results = self._generate(step)
+            rows, results, counted = self._generate(step)
             batch, numbers = self._take(step, rows, results)
         with timer("reward"):
             metrics = self.score(batch)
-        return batch, metrics | {"over_sampling/started": float(started)} | numbers
+        return batch, metrics | counted | {"over_sampling/started": float(started)} | numbers
 
     def _begin(self, step: int, prefix: str) -> int:
         """Add groups until there are ``in_progress``; returns how many are new."""
@@ -104,8 +105,8 @@ class OverSamplingSource(SyncSource):
         self._rows = rows if self._rows is None else join([self._rows, rows])
         return missing
 
-    def _generate(self, step: int) -> tuple[DataProto, DataProto]:
-        """Let all groups go on until enough are complete; returns the rows and how far they are."""
+    def _generate(self, step: int) -> tuple[DataProto, DataProto, dict[str, float]]:
+        """Let all groups go on until enough are complete; returns the rows, how far they are and what was counted."""
         rows = self._rows
         assert rows is not None
         held = self._results
@@ -126,10 +127,12 @@ class OverSamplingSource(SyncSource):
         request = request.select_idxs(order)
         cut_off = {"groups": count, "keep": self.groups, "group_size": self.n}
         request.meta_info.update({"step": step, "validate": False, CUT_OFF: cut_off})
-        results = self.rollout.generate_sequences(request).select_idxs(np.argsort(order))
+        results = self.rollout.generate_sequences(request)
+        counted = pop_metrics(results)
+        results = results.select_idxs(np.argsort(order))
         if held is not None:
             _copy(held, results, [row for row in range(known) if carried[row] is ENDED])
-        return rows, results
+        return rows, results, counted
 
     def _take(self, step: int, rows: DataProto, results: DataProto) -> tuple[DataProto, dict[str, float]]:
         """The batch of this step; what is left is carried or dropped."""

@@ -24,7 +24,7 @@ from verl.single_controller.base import WorkerGroup
 from verl.utils.fs import ensure_writable_dir
 from verl.utils.transport import pack
 from verl.workers.rollout.base import run_blocking
-from verl.workers.rollout.batch import batch_from_completions, requests_from_batch
+from verl.workers.rollout.batch import EventCounts, batch_from_completions, requests_from_batch
 from verl.workers.rollout.client import RolloutClient
 from verl.workers.rollout.group import NoAnswerError, Replica, ReplicaGroup, wait_for
 from verl.workers.sharding_manager import SyncReport
@@ -160,6 +160,7 @@ class ServerRollout:
         self._directory: str | None = None
         self._version: int | None = None
         self._users = 0
+        self._counts = EventCounts()
 
     # -- what a worker group that samples offers
 
@@ -172,6 +173,13 @@ class ServerRollout:
         Raises:
             LostProcessError: it happened twice, or a process gave no answer.
         """
+        answers = self._generate_twice(prompts)
+        servers = run_blocking(self.client.health())
+        counters = {str(number): server.counters for number, server in enumerate(servers) if server is not None}
+        return self._counts.add_to(answers, counters)
+
+    def _generate_twice(self, prompts: DataProto) -> DataProto:
+        """The second time only where processes died in the first."""
         try:
             return self._generate(prompts)
         except NoAnswerError:

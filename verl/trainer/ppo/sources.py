@@ -19,6 +19,7 @@ from verl.errors import CheckpointError, DataError
 from verl.protocol import DataProto
 from verl.trainer.ppo.placement import Rollout
 from verl.utils.timing import StepTimer
+from verl.workers.rollout.batch import pop_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,13 @@ def with_samples(prompts: DataProto, n: int, uid_prefix: str) -> DataProto:
 
 
 def generate(
-    rollout: Rollout, batch: DataProto, *, step: int, validate: bool, row_fields: Sequence[str] = ()
+    rollout: Rollout,
+    batch: DataProto,
+    *,
+    step: int,
+    validate: bool,
+    row_fields: Sequence[str] = (),
+    metrics: dict[str, float] | None = None,
 ) -> DataProto:
     """Let the rollout workers answer every row and join the answers to the rows.
 
@@ -73,13 +80,18 @@ def generate(
 
     Args:
         row_fields: columns that the workers are given, as far as the batch has them; agent loops read some.
+        metrics: gets what the rollout counted.
     """
     fields = [name for name in ("input_ids", "attention_mask", "sample_index", "greedy") if name in batch.batch]
     columns = [name for name in row_fields if name in batch.non_tensor_batch]
     request = batch.select(batch_keys=fields, non_tensor_batch_keys=columns, meta_info_keys=[])
     request.meta_info.update(step=step, validate=validate)
+    answers = rollout.generate_sequences(request)
+    counted = pop_metrics(answers)
+    if metrics is not None:
+        metrics.update(counted)
     # the prompt-only forms are superseded by the whole sequences
-    return with_answers(batch.select(batch_keys=["sample_index"]), rollout.generate_sequences(request))
+    return with_answers(batch.select(batch_keys=["sample_index"]), answers)
 
 
 def with_answers(rows: DataProto, answers: DataProto) -> DataProto:
@@ -142,9 +154,12 @@ class SyncSource:
             if self.greedy_baselines:
                 batch = _with_greedy(batch, prompts)
             batch.batch["sample_index"] += self._calls * samples
-            batch = generate(self.rollout, batch, step=step, validate=False, row_fields=self.row_fields)
+            counted: dict[str, float] = {}
+            batch = generate(
+                self.rollout, batch, step=step, validate=False, row_fields=self.row_fields, metrics=counted
+            )
         with timer("reward"):
-            metrics = self.score(batch)
+            metrics = counted | self.score(batch)
             if self.greedy_baselines:
                 batch = _with_baselines(batch, samples, self.n)
         return batch, metrics

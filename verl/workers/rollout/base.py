@@ -347,6 +347,10 @@ class RolloutEngine(ABC):
     def memory(self) -> RolloutMemory:
         """Bytes held now."""
 
+    def counters(self) -> dict[str, int]:
+        """Events since the engine was made, by name; the metrics ``rollout/NAME`` are what a step adds to them."""
+        return {}
+
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end from plain code, also where an event loop is already running in this thread."""

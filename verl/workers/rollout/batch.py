@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from verl.errors import DataError, SchemaError
 from verl.models.vision import prompt_images
 from verl.protocol import DataProto
+from verl.utils.metrics import MetricSet, msum
 from verl.utils.seeding import derive_seed
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
 
@@ -151,3 +152,34 @@ def batch_from_completions(
 def position_ids_from_mask(attention_mask: torch.Tensor) -> torch.Tensor:
     """Positions (B,S) that count the attended tokens from 0; left padding gets 0."""
     return (attention_mask.cumsum(dim=1) - 1).clamp_(min=0)
+
+
+class EventCounts:
+    """Turns counters of rollout engines, which only grow, into metrics of batches."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, dict[str, int]] = {}
+
+    def add_to(self, answers: DataProto, counters: Mapping[str, Mapping[str, int]]) -> DataProto:
+        """Give a generated batch what the counters have gained since the batch before, as ``meta_info["metrics"]``.
+
+        Args:
+            answers: the batch.
+            counters: by engine, see :meth:`RolloutEngine.counters`. One that begins anew has been restarted.
+        """
+        metrics = MetricSet()
+        for engine, values in counters.items():
+            before = self._seen.get(engine, {})
+            for name, value in values.items():
+                gained = value - before.get(name, 0)
+                metrics.merge({f"rollout/{name}": msum(value if gained < 0 else gained)})
+            self._seen[engine] = dict(values)
+        if metrics:
+            answers.meta_info["metrics"] = metrics
+        return answers
+
+
+def pop_metrics(answers: DataProto) -> dict[str, float]:
+    """Take what :class:`EventCounts` gave a batch out of it."""
+    metrics: MetricSet = answers.meta_info.pop("metrics", MetricSet())
+    return metrics.values_by_name()

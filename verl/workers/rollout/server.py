@@ -97,6 +97,7 @@ class ServerHealth:
         busy_s: seconds with a request in flight since it was started.
         idle_s: seconds without one.
         memory: bytes that it holds.
+        counters: of its engine, see :meth:`RolloutEngine.counters`.
     """
 
     state: ServerState
@@ -109,6 +110,7 @@ class ServerHealth:
     busy_s: float
     idle_s: float
     memory: RolloutMemory
+    counters: dict[str, int]
 
 
 class WeightReceiving(Protocol):
@@ -269,6 +271,7 @@ class RolloutServer:
             busy_s=load.busy_s,
             idle_s=load.idle_s,
             memory=RolloutMemory(0, 0, 0) if engine is None or "update" in self._closed_by else engine.memory(),
+            counters={} if engine is None else engine.counters(),
         )
 
     def _state(self) -> ServerState:

@@ -28,15 +28,18 @@ class ForwardContext:
     """What one forward of the model is.
 
     Attributes:
-        decode: one new token per row against the cache; otherwise a prefill of whole, right-padded prompts.
+        decode: one new token per row against the cache; otherwise a prefill of whole, right-padded prompts, or of
+            left-padded tokens behind cached ones.
         pad_bias: decode only, (B,1,1,T) in the model's dtype: 0 where a row may look, -inf before its first token;
             None when all rows start in the same column.
-        last_index: prefill only, (B,) position of each prompt's last token; the head runs for these alone.
+        last_index: prefill only, (B,) index of each row's last token; the head runs for these alone.
+        starts: prefill behind cached tokens only, (B,) column of each row's first token, of those that are read.
     """
 
     decode: bool
     pad_bias: torch.Tensor | None = None
     last_index: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
 
 
 class _Current(threading.local):
@@ -116,6 +119,8 @@ def rollout_attention(
         scaling = query.shape[-1] ** -0.5
     if context.decode:
         return _decode(query, key, value, context.pad_bias, scaling, sliding_window, softcap, s_aux), None
+    if context.starts is not None:
+        return _extend(query, key, value, context.starts, scaling, sliding_window, softcap, s_aux), None
     return _prefill(query, key, value, scaling, sliding_window, softcap, s_aux), None
 
 
@@ -171,6 +176,37 @@ def _prefill(
     # fold the group into the query axis, as in decoding: query r of head g becomes row g*L + r
     grouped = query.reshape(batch, key.shape[1], group * length, query.shape[-1])
     out = _explicit(grouped * scaling, key, value, bias.repeat(group, 1), softcap, s_aux)
+    return out.reshape(batch, heads, length, value.shape[-1]).transpose(1, 2)
+
+
+def _extend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    batch, heads, length, width = query.shape
+    group = heads // key.shape[1]
+    columns = torch.arange(key.shape[2], device=query.device)
+    own = columns[-length:].unsqueeze(1)  # queries are the last columns
+    hidden = columns > own
+    if sliding_window is not None:
+        hidden = hidden | (own - columns >= sliding_window)
+    first = starts.view(-1, 1, 1)
+    # padding before a row's first token looks at that token, so that it is not left without any
+    hidden = torch.where(own < first, columns != first, hidden | (columns < first)).unsqueeze(1)
+    bias = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
+    if softcap is None and s_aux is None:
+        if group > 1:
+            key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling)
+        return out.transpose(1, 2)
+    grouped = query.reshape(batch, key.shape[1], group * length, width)
+    out = _explicit(grouped * scaling, key, value, bias.repeat(1, 1, group, 1), softcap, s_aux)
     return out.reshape(batch, heads, length, value.shape[-1]).transpose(1, 2)
 
 

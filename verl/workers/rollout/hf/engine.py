@@ -27,6 +27,7 @@ from verl.workers.rollout.base import (
     RolloutMemory,
     WeightPart,
 )
+from verl.workers.rollout.hf.budget import CacheBudget
 from verl.workers.rollout.hf.kv_cache import RolloutCache
 from verl.workers.rollout.hf.packed import PackedLinears, packing_supported
 from verl.workers.rollout.hf.runner import BatchRunner, FinishedSequence
@@ -98,9 +99,11 @@ class HFRolloutEngine(RolloutEngine):
         eos, pad = special_tokens(model_config, directory, config, tokenizer)
         self.pad_token_id = pad
         self.cache = RolloutCache(text_config.num_hidden_layers)
+        self.cache_budget = CacheBudget()
         self.runner = BatchRunner(
             self.module,
             self.cache,
+            self.cache_budget,
             device=self.device,
             dtype=self.dtype,
             eos_token_ids=eos,
@@ -108,13 +111,15 @@ class HFRolloutEngine(RolloutEngine):
             max_prefill_tokens=int(getattr(rollout_config, "max_num_batched_tokens", None) or 8192),
             image_tokens=ImageTokens.of(config),
         )
-        self.scheduler = Scheduler(int(rollout_config.max_num_seqs))
+        self.scheduler = Scheduler(int(rollout_config.max_num_seqs), self.cache_budget)
+        self._look = False  # there may be room that was not there before
         self.gate = Gate()
         self._awake: set[MemoryPart] = set(MEMORY_PARTS)
         self._version = -1
         self._next_version: int | None = None
         self._calls: dict[int, Call] = {}
         self._driver: asyncio.Task[None] | None = None
+        self._check_room(self._cached_tokens_limit())
 
     def _packed_linears(self, wanted: bool | None) -> PackedLinears | None:
         """What packs the weights while generating, if they are to be packed."""
@@ -162,9 +167,11 @@ class HFRolloutEngine(RolloutEngine):
         if self.packed is not None:
             self.packed.pack()
         if not self.scheduler.waiting and not self.runner.running:
-            self.scheduler.max_cached_tokens = self._cached_tokens_limit()
+            self.cache_budget.tokens = self._cached_tokens_limit()
         sequences = [Sequence(request, deliver_to(index)) for index, request in enumerate(requests)]
+        self._check_lengths(sequences)
         self.scheduler.add(sequences)
+        self._look = True
         self._calls[id(call)] = call
         if self._driver is None or self._driver.done():
             self._driver = loop.create_task(self._drive())
@@ -189,17 +196,22 @@ class HFRolloutEngine(RolloutEngine):
 
     def _abort(self, unwanted: Any) -> None:
         for sequence in self.scheduler.remove(unwanted):
-            self._deliver(sequence, Completion([], [], "abort"))
+            self._deliver(sequence, sequence.completion([], [], "abort"))
         for sequence, completion in self.runner.abort(unwanted):
+            self._look = True
             self._deliver(sequence, completion)
 
     async def _drive(self) -> None:
         """Run until nothing is left. Whatever goes wrong is raised by the calls in flight."""
+        before = self.counters()
         try:
             while self.scheduler.waiting or self.runner.running:
                 for sequence, completion in self._advance():
+                    self._look = True
+                    self.cache_budget.ended(len(completion.token_ids) + sequence.request.sampled, sequence.limit)
                     self._deliver(sequence, completion)
                 await asyncio.sleep(0)
+            self._log_preemptions(before)
         except Exception as error:  # noqa: BLE001 - raised again by every call in flight
             self._fail(error)
         except BaseException:  # cancelled with its loop: nobody waits any more
@@ -208,12 +220,29 @@ class HFRolloutEngine(RolloutEngine):
 
     def _advance(self) -> list[FinishedSequence]:
         finished: list[FinishedSequence] = []
-        groups = self.scheduler.admit(self.runner.running, self.runner.columns_needed)
-        if groups:
-            finished += self.runner.admit(groups)
+        if self.scheduler.waiting and (self._look or not self.runner.running):
+            self._look = False
+            if groups := self.scheduler.admit(self.runner.progress()):
+                finished += self.runner.admit(groups)
         if self.runner.running:
+            self.scheduler.put_back(self.runner.make_columns())
             finished += self.runner.step()
         return finished
+
+    def counters(self) -> dict[str, int]:
+        """See :meth:`RolloutEngine.counters`."""
+        return {"preemptions": self.runner.preemptions, "recomputed_tokens": self.runner.recomputed_tokens}
+
+    def _log_preemptions(self, before: Mapping[str, int]) -> None:
+        preemptions, tokens = (value - before[name] for name, value in self.counters().items())
+        if preemptions:
+            logger.info(
+                "the key-value cache of %d tokens was full: %d samples made room for others and were continued later, "
+                "for which %d tokens were computed again. rollout.gpu_memory_utilization gives it more memory",
+                self.cache_budget.tokens,
+                preemptions,
+                tokens,
+            )
 
     def _deliver(self, sequence: Sequence, completion: Completion) -> None:
         sequence.deliver(with_partial(sequence.request, replace(completion, policy_version=self._version)))
@@ -258,6 +287,30 @@ class HFRolloutEngine(RolloutEngine):
         if self.packed is not None:
             owned += self.packed.nbytes
         return RolloutMemory(kv_cache=self.cache.nbytes(), owned_weights=owned, aliased_weights=aliased)
+
+    def _check_room(self, tokens: int) -> None:
+        """One sample of full length must fit into the cache.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        if tokens < self._row_tokens:
+            raise ConfigError(
+                f"rollout.gpu_memory_utilization={self._memory_share:g}: this share of the free memory holds keys and "
+                f"values of {tokens} tokens, and one sample may have prompt_length + response_length = "
+                f"{self._row_tokens}; raise it, free memory, or lower the lengths"
+            )
+
+    def _check_lengths(self, sequences: Iterable[Sequence]) -> None:
+        """The same for the samples of a call and the memory that is free now."""
+        tokens = self.cache_budget.tokens
+        for sequence in sequences:
+            if tokens is not None and sequence.total_length > tokens:
+                raise RolloutError(
+                    f"request {sequence.request.request_id!r} may have {sequence.total_length} tokens, and the "
+                    f"key-value cache holds {tokens}; raise rollout.gpu_memory_utilization="
+                    f"{self._memory_share:g}, free memory, or lower max_tokens"
+                )
 
     def _cached_tokens_limit(self) -> int:
         """Tokens whose keys and values fit into ``gpu_memory_utilization`` of the free memory.

@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Where keys and values of a forward go.
+
+    Attributes:
+        rows: of the cache.
+        end: column behind the last token.
+        length: tokens of each row.
+        source: rows of the forward; one of them fills all rows.
+    """
+
+    rows: slice
+    end: int
+    length: int
+    source: slice | torch.Tensor
 
 
 class RolloutCache(Cache):
@@ -29,22 +47,31 @@ class RolloutCache(Cache):
         self._view: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * num_layers
         self.rows = 0
         self.columns = 0
-        # set before a forward; see `plan_prefill` and `plan_decode`
-        self._decode = False
-        self._live = 0
-        self._first_column = 0
-        self._column = 0
-        self._row_range = (0, 0)
-        self._runs: Sequence[tuple[int, int, int]] = ()
-        self._source_rows: torch.Tensor | None = None
+        self._reserve = 0  # tokens
+        # set before a forward; see `plan_prefill`, `plan_extension` and `plan_decode`
+        self._writes: Sequence[Write] = ()
+        self._read: tuple[slice, slice] | None = None
+        self._left_padded = False
 
     # -- what the runner does
 
-    def relayout(self, rows: int, columns: int, *, live: int, first_column: int, column: int, new_column: int) -> None:
+    def relayout(
+        self,
+        rows: int,
+        columns: int,
+        *,
+        live: int,
+        first_column: int,
+        column: int,
+        new_column: int,
+        reserve: int = 0,
+    ) -> None:
         """Have room for ``rows`` × ``columns``, and move the live part.
 
         Columns ``[first_column, column)`` of the first ``live`` rows move so that they end before ``new_column``.
+        Memory that has to be taken is enough for ``reserve`` tokens, so that later shapes find it there.
         """
+        self._reserve = max(reserve, rows * columns)
         if (rows, columns) == (self.rows, self.columns) and (not live or column == new_column):
             return
         for index, pair in enumerate(self._view):
@@ -57,27 +84,37 @@ class RolloutCache(Cache):
             self._view[index] = fresh
         self.rows, self.columns = rows, columns
 
-    def plan_prefill(
-        self,
-        column: int,
-        row_range: tuple[int, int],
-        runs: Sequence[tuple[int, int, int]],
-        source_rows: torch.Tensor | None,
-    ) -> None:
-        """Say where the next forward's keys and values go.
+    def plan_prefill(self, writes: Sequence[Write]) -> None:
+        """Say where the next forward's keys and values go; it attends to nothing else.
 
         Args:
-            column: prompts end just before this column.
-            row_range: the rows to fill.
-            runs: (first row, last row + 1, prompt length): the rows in stretches of one length.
-            source_rows: (rows,) which row of the forward fills each row; None when they are the same.
+            writes: rows of the forward begin with the tokens that are kept.
         """
-        self._decode, self._column, self._row_range, self._runs = False, column, row_range, runs
-        self._source_rows = source_rows
+        self._writes, self._read, self._left_padded = writes, None, False
+
+    def plan_extension(self, writes: Sequence[Write], rows: slice, first_column: int, column: int) -> None:
+        """The next forward goes on behind cached tokens: it attends to ``[first_column, column)`` of ``rows``.
+
+        Args:
+            writes: rows of the forward end with the tokens that are kept, just before ``column``.
+            rows: of the cache, one for each row of the forward.
+            first_column: column of the first token of any of the rows.
+            column: column of the next token.
+        """
+        self._writes, self._read, self._left_padded = writes, (rows, slice(first_column, column)), True
 
     def plan_decode(self, column: int, first_column: int, live: int) -> None:
         """The next forward writes ``column`` of the first ``live`` rows and reads from ``first_column`` up to it."""
-        self._decode, self._column, self._first_column, self._live = True, column, first_column, live
+        rows = slice(0, live)
+        self._writes = (Write(rows, column + 1, 1, slice(None)),)
+        self._read, self._left_padded = (rows, slice(first_column, column + 1)), False
+
+    def copy_prefix(self, source: int, start: int, target: int, new_start: int, length: int) -> None:
+        """Copy ``length`` columns of a row from ``start`` on to another row from ``new_start`` on."""
+        for pair in self._view:
+            if pair is not None:
+                for tensor in pair:
+                    tensor[target, :, new_start : new_start + length] = tensor[source, :, start : start + length]
 
     def move_rows(self, target: torch.Tensor, source: torch.Tensor, first_column: int, column: int) -> None:
         """Copy rows ``source`` over rows ``target`` in columns ``[first_column, column)``."""
@@ -108,25 +145,22 @@ class RolloutCache(Cache):
             pair = self._make_view(layer_idx, key_states, value_states, self.rows, self.columns)
             self._view[layer_idx] = pair
         keys, values = pair
-        column = self._column
-        if self._decode:
-            live, first = self._live, self._first_column
-            keys[:live, :, column : column + 1] = key_states
-            values[:live, :, column : column + 1] = value_states
-            return keys[:live, :, first : column + 1], values[:live, :, first : column + 1]
-        first_row = self._row_range[0]
-        for start, stop, length in self._runs:
-            for tensor, states in ((keys, key_states), (values, value_states)):
-                if self._source_rows is None:
-                    new = states[start - first_row : stop - first_row, :, :length]
-                else:
-                    new = states[:, :, :length].index_select(0, self._source_rows[start - first_row : stop - first_row])
-                tensor[start:stop, :, column - length : column] = new
-        return key_states, value_states
+        for write in self._writes:
+            kept = slice(-write.length, None) if self._left_padded else slice(0, write.length)
+            columns = slice(write.end - write.length, write.end)
+            keys[write.rows, :, columns] = key_states[:, :, kept][write.source]
+            values[write.rows, :, columns] = value_states[:, :, kept][write.source]
+        if self._read is None:
+            return key_states, value_states
+        rows, columns = self._read
+        return keys[rows, :, columns], values[rows, :, columns]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens cached so far, as far as a model may want to know; positions are always given explicitly."""
-        return self._column - self._first_column if self._decode else 0
+        if self._read is None:
+            return 0
+        columns = self._read[1]
+        return columns.stop - columns.start - max(write.length for write in self._writes)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset that a mask would have."""
@@ -145,7 +179,8 @@ class RolloutCache(Cache):
         storage = self._storage[index]
         if storage is None or any(have.numel() < need for have, need in zip(storage, sizes, strict=True)):
             # zeros, not empty: columns before a row's start are masked by adding -inf, which NaN would survive
-            storage = (key.new_zeros(sizes[0]), value.new_zeros(sizes[1]))
+            widths = [shape[1] * shape[3] for shape in shapes]
+            storage = (key.new_zeros(self._reserve * widths[0]), value.new_zeros(self._reserve * widths[1]))
             self._storage[index] = storage
         first, second = (have[:need].view(shape) for have, need, shape in zip(storage, sizes, shapes, strict=True))
         return first, second

@@ -89,14 +89,23 @@ class RowState:
             tensor = getattr(self, item.name)
             tensor[target] = tensor[source]
 
-    def relaid(self, rows: int, columns: int, *, live: int, first_column: int, shift: int) -> RowState:
+    def begin(self, first: int, starts: list[int]) -> None:
+        """New rows from ``first`` on, whose contexts begin in the columns ``starts``."""
+        rows = slice(first, first + len(starts))
+        self.start[rows] = torch.tensor(starts, device=self.start.device)
+        self.ahead[rows] = 0
+        self.alive[rows] = True
+        before = torch.arange(self.columns, device=self.start.device) < self.start[rows].unsqueeze(1)
+        self.pad_bias[rows] = torch.zeros_like(self.pad_bias[rows]).masked_fill_(before, float("-inf"))
+
+    def relaid(self, rows: int, columns: int, *, live: int, first_column: int, column: int, shift: int) -> RowState:
         """A state for ``rows`` × ``columns`` with the first ``live`` rows moved ``shift`` columns to the right.
 
-        Columns before ``first_column`` belong to no row and are not kept. Columns ahead of the current token are:
-        their random numbers are drawn already.
+        Columns before ``first_column`` belong to no row and are not kept, nor are those behind ``column``, the last
+        one that has a token.
         """
         new = RowState.allocate(rows, columns, self.pad_bias.dtype, self.tokens.device, vocabulary=self.seen.shape[1])
-        end = min(self.columns, columns - shift)
+        end = column + 1
         for item in fields(self):
             before, after = getattr(self, item.name), getattr(new, item.name)
             if before.dim() == 1 or item.name == "seen":

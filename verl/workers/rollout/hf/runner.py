@@ -15,10 +15,19 @@ from verl.errors import RolloutError
 from verl.models.vision import ImageTokens, PromptImages, embed, joined_images
 from verl.workers.rollout.base import Completion, FinishReason
 from verl.workers.rollout.hf.attention import ForwardContext, forward_context
+from verl.workers.rollout.hf.budget import STRIDE, CacheBudget, Progress
 from verl.workers.rollout.hf.kv_cache import RolloutCache
+from verl.workers.rollout.hf.prefill import (
+    Beginning,
+    extension_writes,
+    plan_prefill,
+    prefill_writes,
+    rows_by_prompt,
+    split_for_prefill,
+)
 from verl.workers.rollout.hf.rows import RowState
 from verl.workers.rollout.hf.sampler import SamplingBatch, sample
-from verl.workers.rollout.hf.scheduler import PromptGroup, Sequence, split_for_prefill
+from verl.workers.rollout.hf.scheduler import PromptGroup, Sequence
 from verl.workers.rollout.hf.uniforms import uniforms
 
 #: FLOP that the device could do in the time that a layer's operations take to start: what a forward costs however
@@ -37,9 +46,13 @@ class BatchRunner:
     behind it; :class:`~verl.workers.rollout.hf.attention.ForwardContext` hides the others. What belongs to a token
     (id, log-probability, uniform number) is stored in the token's column.
 
+    Where the budget is too small for all that the rows may become, the cache is laid out as wide as the budget allows,
+    and :meth:`make_columns` takes rows out when they meet its end.
+
     Args:
         module: the model.
         cache: its cache.
+        budget: most tokens of the cache.
         device: where both live.
         eos_token_ids: tokens that end a completion.
         vocab_size: rows of the embedding.
@@ -51,6 +64,7 @@ class BatchRunner:
         self,
         module: nn.Module,
         cache: RolloutCache,
+        budget: CacheBudget,
         *,
         device: torch.device,
         dtype: torch.dtype,
@@ -62,6 +76,7 @@ class BatchRunner:
         self.module = module
         self.image_tokens = image_tokens
         self.cache = cache
+        self.budget = budget
         self.device = device
         self.dtype = dtype
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -81,6 +96,8 @@ class BatchRunner:
         self._longest = 0
         self._state = RowState.allocate(0, 0, dtype, device)
         self.forward_tokens = 0  # tokens computed by forwards, padding included
+        self.preemptions = 0  # sequences taken out because the cache was full
+        self.recomputed_tokens = 0  # tokens computed once more because of that
 
     # -- membership
 
@@ -89,44 +106,59 @@ class BatchRunner:
         """Sequences in the batch that have not finished."""
         return self._live
 
-    @property
-    def columns_needed(self) -> int:
-        """Columns that the cache has to span for the sequences in the batch."""
-        return self._longest if self._live else 0
+    def progress(self) -> list[Progress]:
+        """How far each of them is."""
+        column = self._column
+        return [s.progress(column - s.first_column + 1) for s in self.rows if s is not None]
 
     @torch.inference_mode()
     def admit(self, groups: Seq[PromptGroup]) -> list[FinishedSequence]:
-        """Prefill the groups' prompts, sample their first tokens; returns sequences that end with it."""
+        """Prefill the groups' contexts, sample their next tokens; returns sequences that end with it."""
         if not self._live:
             self.rows.clear()
         elif len(self.rows) > self._live:
             self._compact()
-        incoming = [member for group in groups for member in group.members]
-        self._make_room(incoming)
-        column = self._column
+        moved = self._make_room([member for group in groups for member in group.members])
         start_row = len(self.rows)
-        logits: list[torch.Tensor] = []
-        for piece in split_for_prefill(list(groups), self.max_prefill_tokens, self.forward_cost):
-            logits.append(self._prefill(piece))
-        live = len(self.rows)
-        self._live = live
-        new = self.rows[start_row:]
-        entered = [sequence for sequence in new if sequence is not None]
-        seeds = [_seed_of(item.request.sampling.seed) for item in entered]
-        count, passed = max(item.budget for item in entered), [item.request.sampled for item in entered]
-        drawn = torch.from_numpy(uniforms(seeds, count, passed)).to(self.device)
-        self._state.uniform[start_row:live, column : column + count] = drawn
-        last = torch.tensor([column + item.budget - 1 for item in entered], device=self.device)
-        self._state.last_column[start_row:live] = last
+        logits = self._fill(groups)
+        entered = [sequence for sequence in self.rows[start_row:] if sequence is not None]
+        live = self._live = len(self.rows)
+        last = [self._column + item.budget - 1 for item in entered]
+        self._state.last_column[start_row:live] = torch.tensor(last, device=self.device)
         self._state.stop_set[start_row:live] = torch.tensor(
             [self._stop_index(item.request.sampling) for item in entered], device=self.device
         )
         self._state.note_contexts(start_row, [item.penalised_ids for item in entered], self.vocab_size)
-        self._state.alive[start_row:live] = True
         self._membership_changed()
-        joined = torch.cat(logits) if len(logits) > 1 else logits[0]
+        self._draw_numbers(0 if moved else start_row)
         settings = self._settings.rows(start_row, live) if start_row else self._settings
-        return self._take_tokens(joined, settings, start_row, live)
+        return self._take_tokens(logits, settings, start_row, live)
+
+    @torch.inference_mode()
+    def make_columns(self) -> list[Sequence]:
+        """Have a column for the next token.
+
+        Returns:
+            Sequences that had to leave for it, the last ones admitted; they keep the tokens that they have.
+        """
+        if not self._live or self._column + 1 < self._state.columns:
+            return []
+        tokens = self.budget.tokens
+        assert tokens is not None
+        order = sorted((s.ticket, row) for row, s in enumerate(self.rows) if s is not None)
+        leaving: list[int] = []
+        while len(order) > 1 and len(order) * self._extent(row for _, row in order)[1] > tokens:
+            leaving.append(order.pop()[1])
+        taken = self._take_out(leaving) if leaving else []
+        for member, ids, log_probs in taken:
+            member.put_back(ids, log_probs)
+        self.preemptions += len(taken)
+        if len(self.rows) > self._live:
+            self._compact()
+        used, _, most = self._extent(range(self._live))
+        self._lay_out(self._live, min(most, tokens // self._live), used, reserve=tokens)
+        self._draw_numbers(0)
+        return [member for member, _, _ in taken]
 
     @torch.inference_mode()
     def step(self) -> list[FinishedSequence]:
@@ -193,50 +225,88 @@ class BatchRunner:
         logits: torch.Tensor = out.logits[:, -1]
         return logits
 
-    def _prefill(self, groups: Seq[PromptGroup]) -> torch.Tensor:
-        """Fill new rows at the end of the batch; returns the logits after each row's prompt, (rows, V)."""
+    def _fill(self, groups: Seq[PromptGroup]) -> torch.Tensor:
+        """Fill new rows at the end of the batch; returns the logits after each row's context, (rows, V)."""
         column, first_row = self._column, len(self.rows)
-        lengths = [len(group.context_ids) for group in groups]
-        longest = lengths[0]
-        ids = np.zeros((len(groups), longest), np.int64)
-        for row, group in enumerate(groups):
-            ids[row, : lengths[row]] = group.context_ids
-        runs: list[tuple[int, int, int]] = []
-        source: list[int] = []
-        for index, group in enumerate(groups):
-            begin = first_row + len(source)
-            source += [index] * len(group.members)
-            for member in group.members:
-                member.first_column = column
-                self.rows.append(member)
-            if runs and runs[-1][2] == lengths[index]:
-                runs[-1] = (runs[-1][0], begin + len(group.members), lengths[index])
-            else:
-                runs.append((begin, begin + len(group.members), lengths[index]))
-        rows = torch.tensor(source, device=self.device) if len(source) > len(groups) else None
-        for begin, end, length in runs:
-            self._state.start[begin:end] = column - length
-            self._state.ahead[begin:end] = 0
-            self._state.pad_bias[begin:end, : column - length] = float("-inf")
-            self._state.pad_bias[begin:end, column - length :] = 0.0
-        self.cache.plan_prefill(column, (first_row, len(self.rows)), runs, rows)
-        last_index = torch.tensor(lengths, device=self.device) - 1
-        positions = torch.arange(longest, device=self.device).expand(len(groups), longest)
-        given = {"input_ids": torch.from_numpy(ids).to(self.device)}
-        if any(group.images is not None for group in groups):
-            given, positions, ahead = self._with_images(groups, ids)
-            self._state.ahead[first_row : len(self.rows)] = ahead if rows is None else ahead.index_select(0, rows)
-        logits = self._forward(given, positions, ForwardContext(False, last_index=last_index))
-        return logits if rows is None else logits.index_select(0, rows)
+        limit, cost = self.max_prefill_tokens, self.forward_cost
+        plan = plan_prefill(groups, rows_by_prompt(self.rows), cost)
+        self.recomputed_tokens += plan.recomputed
+        pieces = split_for_prefill(plan.beginnings, lambda item: len(item.ids), limit, cost)
+        entering = [member for piece in pieces for item in piece for member in item.members]
+        entering += [member for member, _ in plan.continued]
+        for member in entering:
+            member.first_column = column
+        self.rows += entering
+        place = {id(member): row for row, member in enumerate(entering, start=first_row)}
+        self._state.begin(first_row, [column - member.context_length for member in entering])
+        for row, member in plan.copies:
+            target, start = place[id(member)], int(self._state.start[row])
+            length = min(len(member.request.prompt_ids), member.context_length - 1)
+            self.cache.copy_prefix(row, start, target, column - member.context_length, length)
+            self._state.ahead[target] = self._state.ahead[row]
+        logits = [self._prefill(piece, place) for piece in pieces]
+        for rest in split_for_prefill(plan.continued, lambda item: item[1], limit, cost):
+            logits.append(self._extend([count for _, count in rest], place[id(rest[0][0])]))
+        return torch.cat(logits) if len(logits) > 1 else logits[0]
 
-    def _with_images(
-        self, groups: Seq[PromptGroup], ids: np.ndarray
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-        """Model input of contexts with images.
+    def _prefill(self, beginnings: Seq[Beginning], place: Mapping[int, int]) -> torch.Tensor:
+        """Compute beginnings; returns the logits of their members, which have neighbouring rows, (rows, V).
 
         Args:
-            groups: whose contexts they are.
-            ids: (B, L) contexts, padded on the right.
+            beginnings: from the longest to the shortest.
+            place: row of each sequence, by its ``id``.
+        """
+        lengths = [len(item.ids) for item in beginnings]
+        longest = lengths[0]
+        ids = np.zeros((len(beginnings), longest), np.int64)
+        source: list[int] = []
+        for index, item in enumerate(beginnings):
+            ids[index, : lengths[index]] = item.ids
+            source += [index] * len(item.members)
+        rows = torch.tensor(source, dtype=torch.int64, device=self.device)
+        given = {"input_ids": torch.from_numpy(ids).to(self.device)}
+        positions = torch.arange(longest, device=self.device).expand(len(beginnings), longest)
+        if any(item.images is not None for item in beginnings):
+            given, positions, ahead = self._with_images(beginnings, ids)
+            for index, item in enumerate(beginnings):
+                for member in (*item.members, *item.continued):
+                    self._state.ahead[place[id(member)]] = ahead[index]
+        self.cache.plan_prefill(prefill_writes(beginnings, place, rows, self._column))
+        last_index = torch.tensor(lengths, device=self.device) - 1
+        logits = self._forward(given, positions, ForwardContext(False, last_index=last_index))
+        return logits if source == list(range(len(beginnings))) else logits.index_select(0, rows)
+
+    def _extend(self, counts: Seq[int], row: int) -> torch.Tensor:
+        """Compute the last tokens of contexts whose beginnings are there; returns logits (rows, V).
+
+        Args:
+            counts: tokens of each, from the most to the fewest.
+            row: of the first one; the others follow.
+        """
+        column, length = self._column, counts[0]
+        rows = slice(row, row + len(counts))
+        ids = np.zeros((len(counts), length), np.int64)
+        for index, (member, count) in enumerate(zip(self.rows[rows], counts, strict=True)):
+            assert member is not None
+            ids[index, length - count :] = member.context_ids[-count:]
+        start = self._state.start[rows]
+        first = int(start.min())
+        self.cache.plan_extension(extension_writes(counts, row, column), rows, first, column)
+        positions = (torch.arange(column - length, column, device=self.device) - start.unsqueeze(1)).clamp_(min=0)
+        if self.image_tokens is not None:
+            positions += self._state.ahead[rows].unsqueeze(1)
+        last_index = torch.full((len(counts),), length - 1, device=self.device)
+        context = ForwardContext(False, last_index=last_index, starts=start - first)
+        return self._forward({"input_ids": torch.from_numpy(ids).to(self.device)}, positions, context)
+
+    def _with_images(
+        self, beginnings: Seq[Beginning], ids: np.ndarray
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+        """Model input of beginnings with images.
+
+        Args:
+            beginnings: what is computed.
+            ids: (B, L) their tokens, padded on the right.
 
         Returns:
             ``inputs_embeds`` (B, L, H), positions (3, B, L), and (B,) what positions behind a context are ahead of the
@@ -245,18 +315,17 @@ class BatchRunner:
         assert self.image_tokens is not None
         positions = np.broadcast_to(np.arange(ids.shape[1]), (3, *ids.shape)).copy()
         places = np.zeros(ids.shape, bool)
-        ahead = np.zeros(len(groups), np.int64)
+        ahead = np.zeros(len(beginnings), np.int64)
         shown: list[PromptImages] = []
-        for row, group in enumerate(groups):
-            if group.images is not None:
-                length = len(group.context_ids)
-                images = group.images
+        for row, item in enumerate(beginnings):
+            if item.images is not None:
+                length = len(item.ids)
                 found, at, ahead[row] = self.image_tokens.positions(
-                    ids[row, :length], images.grid_thw.numpy(), images.starts
+                    ids[row, :length], item.images.grid_thw.numpy(), item.images.starts
                 )
                 positions[:, row, :length] = found
                 places[row, at] = True
-                shown.append(group.images)
+                shown.append(item.images)
         inputs = joined_images(shown, np.flatnonzero(places)).to(self.device)
         on_device = [torch.from_numpy(array).to(self.device) for array in (ids, positions, ahead)]
         embeds = embed(self.module.base_model, self.image_tokens, on_device[0], inputs)
@@ -285,65 +354,102 @@ class BatchRunner:
         return self._finish((offsets + start).tolist(), reasons)
 
     def _finish(self, rows: list[int], reasons: Seq[FinishReason]) -> list[FinishedSequence]:
-        index = torch.tensor(rows, device=self.device)
-        self._state.alive[index] = False
-        members = [self.rows[row] for row in rows]
-        begin = min(member.first_column for member in members if member is not None)
-        end = self._column + 1
-        tokens = self._state.tokens[:, begin:end].index_select(0, index).tolist()
-        log_probs = self._state.log_probs[:, begin:end].index_select(0, index).tolist()
         finished: list[FinishedSequence] = []
-        for row, member, reason, ids, values in zip(rows, members, reasons, tokens, log_probs, strict=True):
-            assert member is not None
-            offset = member.first_column - begin
-            values = values[offset:]
-            if not math.isfinite(sum(values)):
+        for (member, ids, log_probs), reason in zip(self._take_out(rows), reasons, strict=True):
+            completion = member.completion(ids, log_probs, reason)
+            if not math.isfinite(sum(completion.log_probs)):
                 raise RolloutError(
                     f"request {member.request.request_id!r}: the model's logits are not finite after "
-                    f"{len(values)} tokens; the policy's weights have diverged or were not loaded correctly"
+                    f"{len(completion.log_probs)} tokens; the policy's weights have diverged or were not loaded "
+                    "correctly"
                 )
-            finished.append((member, Completion(ids[offset:], values, reason)))
+            finished.append((member, completion))
+        return finished
+
+    def _take_out(self, rows: Seq[int]) -> list[tuple[Sequence, list[int], list[float]]]:
+        """End rows; returns their sequences with the tokens and log-probabilities sampled since they were admitted."""
+        index = torch.tensor(rows, device=self.device)
+        self._state.alive[index] = False
+        members = [member for row in rows if (member := self.rows[row]) is not None]
+        begin, end = min(member.first_column for member in members), self._column + 1
+        tokens = self._state.tokens[:, begin:end].index_select(0, index).tolist()
+        log_probs = self._state.log_probs[:, begin:end].index_select(0, index).tolist()
+        for row in rows:
             self.rows[row] = None
         self._live -= len(rows)
-        return finished
+        return [
+            (member, ids[member.first_column - begin :], values[member.first_column - begin :])
+            for member, ids, values in zip(members, tokens, log_probs, strict=True)
+        ]
 
     # -- room and order
 
-    def _make_room(self, incoming: Seq[Sequence]) -> None:
-        """Have rows and columns for the batch plus ``incoming``, which are prefilled at the current column."""
-        live, column, first = self._live, self._column, self._first_column
+    def _extent(self, rows: Iterable[int]) -> tuple[int, int, int]:
+        """Columns that rows have used, that they need until the next layout, and that they may need to their ends."""
+        column = self._column
+        spans = [
+            (column - s.first_column + s.context_length, s.first_column + s.budget - column)
+            for row in rows
+            if (s := self.rows[row]) is not None
+        ]
+        used = max(behind for behind, _ in spans)
+        soon = max(behind + min(STRIDE, ahead) for behind, ahead in spans)
+        return used, soon, used + max(ahead for _, ahead in spans)
+
+    def _make_room(self, incoming: Seq[Sequence]) -> bool:
+        """Have rows and columns for the batch plus ``incoming``, which are prefilled at the current column.
+
+        Returns:
+            Whether the batch was moved.
+        """
+        used, _, most = self._extent(range(self._live)) if self._live else (0, 0, 0)
         prompt = max(sequence.context_length for sequence in incoming)
-        remaining = max(sequence.budget for sequence in incoming)
-        used = 0
-        if live:
-            used = column - first
-            ends = [s.first_column + s.budget for s in self.rows if s is not None]
-            remaining = max(remaining, max(ends) - column)
-            if (
-                column >= prompt
-                and column + remaining <= self._state.columns
-                and live + len(incoming) <= self._state.rows
-            ):
-                return
-        new_column = max(prompt, used)
-        rows = live + len(incoming)
-        columns = new_column + remaining
-        if live:  # moving everything is not free: leave room for a few more admissions
-            rows = max(rows, self._state.rows)
-            columns = max(columns + remaining // 4, self._state.columns)
-        self.cache.relayout(rows, columns, live=live, first_column=first, column=column, new_column=new_column)
+        remaining = max(most - used, *(sequence.budget for sequence in incoming))
+        rows, new_column = self._live + len(incoming), max(prompt, used)
+        columns, limit = new_column + remaining, self.budget.tokens
+        tight = limit is not None and rows * columns > limit
+        if self._live:
+            needed = self._column + (min(STRIDE, remaining) if tight else remaining)
+            if self._column >= prompt and needed <= self._state.columns and rows <= self._state.rows:
+                return False
+            # moving everything is not free: leave room for a few more admissions
+            wider = max(columns + remaining // 4, self._state.columns)
+            if limit is None or max(rows, self._state.rows) * wider <= limit:
+                rows, columns = max(rows, self._state.rows), wider
+        if tight:
+            assert limit is not None
+            self._lay_out(rows, max(limit // rows, new_column + 1), new_column, reserve=limit)
+        else:
+            self._lay_out(rows, columns, new_column)
+        return True
+
+    def _lay_out(self, rows: int, columns: int, new_column: int, *, reserve: int = 0) -> None:
+        """Have ``rows`` × ``columns``; the batch moves so that its next token gets ``new_column``."""
+        live, column, first = self._live, self._column, self._first_column
         shift = new_column - column
+        self.cache.relayout(
+            rows, columns, live=live, first_column=first, column=column, new_column=new_column, reserve=reserve
+        )
+        changed = (rows, columns) != (self._state.rows, self._state.columns)
         if not live:
-            if (rows, columns) != (self._state.rows, self._state.columns):
+            if changed:
                 self._state = RowState.allocate(rows, columns, self.dtype, self.device)
             self._first_column = new_column
-        elif (rows, columns) != (self._state.rows, self._state.columns) or shift:
-            self._state = self._state.relaid(rows, columns, live=live, first_column=first, shift=shift)
+        elif changed or shift:
+            self._state = self._state.relaid(rows, columns, live=live, first_column=first, column=column, shift=shift)
             self._first_column = first + shift
         for sequence in self.rows:
             if sequence is not None:
                 sequence.first_column += shift
         self._column = new_column
+
+    def _draw_numbers(self, first_row: int) -> None:
+        """Draw the random numbers of rows from ``first_row`` on, for the current column and those behind it."""
+        column, rows = self._column, [s for s in self.rows[first_row:] if s is not None]
+        end = min(self._state.columns, max(s.first_column + s.budget for s in rows))
+        passed = [s.sampled + column - s.first_column for s in rows]
+        drawn = torch.from_numpy(uniforms([s.seed for s in rows], end - column, passed)).to(self.device)
+        self._state.uniform[first_row : first_row + len(rows), column:end] = drawn
 
     def _compact(self) -> None:
         """Move rows from the end into the places of finished ones."""
@@ -383,7 +489,3 @@ class BatchRunner:
                     row[0, token] = True
             self._stop_table = torch.cat([self._stop_table, row])
         return index
-
-
-def _seed_of(seed: int | None) -> int:
-    return seed % 2**64 if seed is not None else int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
