@@ -13,7 +13,14 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.fixtures.tiny import make_tokenizer
 from verl.config import MultiturnConfig, SFTDataConfig
-from verl.data.sft_dataset import MultiTurnSFTDataset, SFTCollator, SFTDataset, conversation_tokens, create_examples
+from verl.data.sft_dataset import (
+    MultiTurnSFTDataset,
+    SFTCollator,
+    SFTDataset,
+    check_examples,
+    conversation_tokens,
+    create_examples,
+)
 from verl.errors import DataError
 
 CHATML = (
@@ -213,6 +220,17 @@ def test_errors_name_the_row(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"row 0: column 'prompt' has no 'x' inside"):
         SFTDataset(path, tokenizer, SFTDataConfig(prompt_dict_keys=["x"]))[0]
     assert len(create_examples(SFTDataset, path, tokenizer, SFTDataConfig(), max_samples=0)) == 0
+
+
+def test_a_bad_example_is_found_before_its_turn(tmp_path: Path) -> None:
+    rows = [{"prompt": "q", "response": None if number == 5 else "a"} for number in range(8)]
+    data = SFTDataset(write(tmp_path / "a.parquet", rows), make_tokenizer(), SFTDataConfig(max_length=8))
+    with pytest.raises(DataError, match=r"a\.parquet, row 5: the response is NoneType; expected text"):
+        check_examples(data)
+    with pytest.raises(DataError, match="row 5"):
+        check_examples(data, first=1, step=2)
+    assert check_examples(data, first=0, step=2) == 4  # another rank's share
+    assert check_examples(data, within_s=0) == 1
 
 
 def test_collator_lays_the_sequence_out_as_one_response(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Span = tuple[int, int]
+
+CHECK_S = 60.0
+"""Seconds that looking through a data set may take before a run begins."""
 
 
 class SFTDataset(Dataset):
@@ -349,6 +353,30 @@ def create_examples(
     if 0 <= max_samples < len(dataset):
         return Subset(dataset, range(max_samples))
     return dataset
+
+
+def check_examples(dataset: Any, first: int = 0, step: int = 1, within_s: float = CHECK_S) -> int:
+    """Make examples once, so that one that cannot be used ends the run now and not at its turn, hours later.
+
+    Args:
+        dataset: with examples of text.
+        first, step: which ones: ranks share the work.
+        within_s: the rest is left alone after so many seconds.
+
+    Returns:
+        How many were made.
+
+    Raises:
+        DataError: of the first one that cannot be.
+    """
+    started, count = time.monotonic(), 0
+    for index in range(first, len(dataset), step):
+        dataset[index]
+        count += 1
+        if time.monotonic() - started > within_s:
+            logger.info("%d of %d examples were checked in %.0f s", count * step, len(dataset), within_s)
+            break
+    return count
 
 
 class SFTCollator:

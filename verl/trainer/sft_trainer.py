@@ -19,7 +19,7 @@ from verl.checkpoint.nonfinite import NonfiniteUpdates
 from verl.checkpoint.state import TRAINER_STATE, load_state
 from verl.data import has_images
 from verl.data.loader import ResumableDataLoader, create_dataloader
-from verl.data.sft_dataset import SFTCollator, SFTDataset, create_examples
+from verl.data.sft_dataset import SFTCollator, SFTDataset, check_examples, create_examples
 from verl.trainer.image_checks import engine_problems, model_problems, refuse
 from verl.trainer.sft_saving import SFTSaver
 from verl.utils.distributed import all_reduce_numbers, barrier, get_rank, get_world_size, init_process_group
@@ -245,6 +245,8 @@ def build_parts(config: FineTuningConfig, dataset: type[Dataset], collator: Call
         examples = create_examples(dataset, files, tokenizer, data, limit, processor)
         if has_images(examples):
             refuse([*engine_problems("model", model), *model_problems({"model.path": model})])
+        elif not data.custom_cls.path:
+            check_examples(examples, rank, world)
         return create_dataloader(
             examples,
             data,

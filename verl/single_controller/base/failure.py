@@ -11,6 +11,7 @@ from verl.errors import (
     DataError,
     SchemaError,
     TrainingError,
+    WeightSyncError,
     WorkerError,
     WorkerInputError,
 )
@@ -22,7 +23,7 @@ def worker_error(role: str, rank: int, method: str, error: Exception, caught_in:
     """Report an exception of a worker's method.
 
     The traceback travels as text, because exceptions of user code need not pickle. What the library itself says of
-    the input, a checkpoint or a number that is not finite is a message that needs none.
+    the input, a checkpoint, weights handed over or a number that is not finite is a message that needs none.
 
     Args:
         role: the worker's role.
@@ -34,7 +35,7 @@ def worker_error(role: str, rank: int, method: str, error: Exception, caught_in:
     logger.debug("%s rank %d: %s() raised", role, rank, method, exc_info=error)
     if isinstance(error, ConfigError | DataError) and not isinstance(error, SchemaError):
         return WorkerInputError(role, rank, method, str(error))
-    if isinstance(error, CheckpointError | TrainingError):
+    if isinstance(error, CheckpointError | TrainingError | WeightSyncError):
         return WorkerError(role, rank, method, "".join(traceback.format_exception_only(error)))
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == caught_in:

@@ -362,8 +362,8 @@ def read_marker(path: Path) -> dict[str, Any]:
     """
     if not path.is_dir():
         raise CheckpointError(
-            f"there is no checkpoint directory {path}; the path is wrong (trainer.resume_from_path), or the run that "
-            f"saved had no {path.name}: trainer.resume_mode=disable or another trainer.default_local_dir starts anew"
+            f"there is no checkpoint directory {path}; check the path. If the run that saved had no {path.name}, this "
+            "one starts anew with trainer.resume_mode=disable"
         )
     try:
         marker = json.loads((path / MARKER).read_text())
