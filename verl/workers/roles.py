@@ -39,7 +39,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.background import BackgroundTask
-from verl.utils.device import device_name
+from verl.utils.device import device_memory_stats, device_name
 from verl.utils.distributed import env_local_world_size, get_world_size, init_process_group
 from verl.utils.flops import model_flops_utilization
 from verl.utils.metrics import MetricSet, mmax, mmean
@@ -159,7 +159,7 @@ class RoleWorker(Worker):
 
     def memory_metrics(self, engine: TrainEngine) -> MetricSet:
         """Peak memory of this process so far, the largest over ranks after the merge."""
-        stats = engine.memory()
+        stats = device_memory_stats(engine.device)
         gib = 1 / 2**30
         return MetricSet(
             {
@@ -169,7 +169,7 @@ class RoleWorker(Worker):
                     f"perf/memory_{phase}_gb": mmax(nbytes * gib)
                     for phase, nbytes in METER.readings(self.device).items()
                 },
-                "perf/cpu_memory_used_gb": mmax(stats.host_used * gib),
+                "perf/cpu_memory_used_gb": mmax(stats.cpu_used * gib),
                 # Linux counts in KiB
                 "perf/cpu_memory_peak_gb": mmax(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 * gib),
             }

@@ -391,7 +391,6 @@ def test_offloading_changes_no_number(tiny_model_dir: str, batch: dict[str, Tens
     assert_same(parameters(half_moved), parameters(half), atol=0)
     with moved.resident(optimizer=True), moved.resident(optimizer=False):
         assert next(moved.module.parameters()).device.type == "cpu"
-    assert moved.memory().host_used > 10 * 2**20
 
 
 def test_layers_kept_gathered_in_training_are_given_back_after_evaluation(

@@ -86,23 +86,6 @@ class GlobalBatchInfo:
     global_batch_size: int
 
 
-@dataclass(frozen=True)
-class MemoryStats:
-    """Bytes. On CPU the device numbers are 0 and the resident set size is what there is.
-
-    Attributes:
-        allocated, reserved: device memory in tensors, and held by the allocator, now.
-        max_allocated, max_reserved: their peaks.
-        host_used: resident set size of the process.
-    """
-
-    allocated: int
-    reserved: int
-    max_allocated: int
-    max_reserved: int
-    host_used: int
-
-
 #: along each dimension (first index in the whole weight, end, first index in the tensor that holds the slice)
 Box = tuple[tuple[int, int, int], ...]
 
@@ -154,6 +137,7 @@ class TrainEngine(ABC):
     """
 
     layout: ParallelLayout
+    device: torch.device
     #: operations of the model, for utilisation metrics; None when the engine does not count them
     flops: FlopsCounter | None = None
 
@@ -259,10 +243,6 @@ class TrainEngine(ABC):
     @abstractmethod
     def resident(self, *, optimizer: bool) -> AbstractContextManager[Any]:
         """Within the context parameters, and the optimizer state if asked, are on the device; may be nested."""
-
-    @abstractmethod
-    def memory(self) -> MemoryStats:
-        """What this process uses."""
 
     @abstractmethod
     def state_bytes(self) -> dict[str, int]:

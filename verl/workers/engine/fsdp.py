@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from verl.models.packing import RowLayout, build_layout
 from verl.models.sliced import DeferredWeights, local_part
 from verl.models.ulysses import SequenceGroup, check_model, split_sequence
 from verl.utils.background import BackgroundTask
-from verl.utils.device import device_memory_stats, empty_cache, get_torch_device
+from verl.utils.device import empty_cache, get_torch_device
 from verl.utils.distributed import get_rank, get_world_size, init_process_group
 from verl.utils.flops import FlopsCounter
 from verl.utils.metrics import MetricSet, mmean, msum
@@ -40,7 +40,6 @@ from verl.workers.engine import state
 from verl.workers.engine.base import (
     GlobalBatchInfo,
     LossFn,
-    MemoryStats,
     MicroBatching,
     ParallelLayout,
     TrainEngine,
@@ -49,6 +48,7 @@ from verl.workers.engine.base import (
 from verl.workers.engine.batching import BatchPlan, as_tensordict, join_rows, plan_batch, reduce_metrics, take_rows
 from verl.workers.engine.images import images_of
 from verl.workers.engine.memory import MemoryGuard
+from verl.workers.engine.residency import Residency
 from verl.workers.engine.schedules import LRSchedule
 from verl.workers.engine.sharding import (
     Precision,
@@ -111,7 +111,7 @@ class FSDPEngine(TrainEngine):
         self.layout = ParallelLayout()
         self.step = 0  # optimizer steps so far, skipped ones included
         self.lr_step = 0
-        self._resident_depth = {"model": 0, "optimizer": 0}
+        self._residency = Residency(self._fetch, self._park)
         self._gradient_bytes = 0
         self._save_group: dist.ProcessGroup | None = None
         self._saving = BackgroundTask()
@@ -186,7 +186,7 @@ class FSDPEngine(TrainEngine):
             self.schedule = LRSchedule(self.optim_config)
         self.module.eval()
         self._guard = MemoryGuard(self.device, world)
-        self._park("model")
+        self._residency.settle("model")
 
     def _place_rank(self, rank: int, world: int) -> None:
         """Make the groups of ranks that share sequences, and of those that see different rows."""
@@ -412,28 +412,20 @@ class FSDPEngine(TrainEngine):
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def resident(self, *, optimizer: bool) -> Iterator[None]:
-        parts = ["model", "optimizer"] if optimizer and self.optimizer is not None else ["model"]
-        for part in parts:
-            self._resident_depth[part] += 1
-            if self._resident_depth[part] == 1 and self._offloads(part):
-                self._move(part, self.device)
-        try:
-            yield
-        finally:
-            for part in reversed(parts):
-                self._resident_depth[part] -= 1
-                self._park(part)
+    def resident(self, *, optimizer: bool) -> AbstractContextManager[Any]:
+        return self._residency.of(["model", "optimizer"] if optimizer and self.optimizer is not None else ["model"])
 
     def _offloads(self, part: str) -> bool:
         wanted = self.fsdp_config.param_offload if part == "model" else self.fsdp_config.optimizer_offload
         # With the offload policy FSDP itself keeps everything on the host.
         return bool(wanted) and not self.fsdp_config.offload_policy
 
+    def _fetch(self, part: str) -> None:
+        if self._offloads(part):
+            self._move(part, self.device)
+
     def _park(self, part: str) -> None:
-        """Move a part to the host if nothing needs it and it is to be off-loaded."""
-        if self._resident_depth[part] == 0 and self._offloads(part):
+        if self._offloads(part):
             self._move(part, torch.device("cpu"))
             empty_cache(self.device)
 
@@ -446,16 +438,6 @@ class FSDPEngine(TrainEngine):
                     # Step counters stay where the optimizer put them.
                     if isinstance(value, Tensor) and value.dim() > 0:
                         values[key] = value.to(target, non_blocking=target.type != "cpu")
-
-    def memory(self) -> MemoryStats:
-        stats = device_memory_stats(self.device)
-        return MemoryStats(
-            allocated=stats.allocated,
-            reserved=stats.reserved,
-            max_allocated=stats.max_allocated,
-            max_reserved=stats.max_reserved,
-            host_used=stats.cpu_used,
-        )
 
     def state_bytes(self) -> dict[str, int]:
         self._reshard()

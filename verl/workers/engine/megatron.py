@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,13 +27,12 @@ from verl.models.heads import CLASSIFIER_OUTPUTS, LM_OUTPUTS, VALUE_OUTPUTS
 from verl.models.loading import has_dropout, load_hf_config, resolve_model_dir
 from verl.models.lora import LoraSettings
 from verl.models.packing import RowLayout, build_layout
-from verl.utils.device import default_compute_dtype, device_memory_stats, empty_cache
+from verl.utils.device import default_compute_dtype, empty_cache
 from verl.utils.distributed import init_process_group
 from verl.utils.flops import FlopsCounter
 from verl.utils.metrics import MetricSet, mmean, msum
 from verl.workers.engine.base import (
     LossFn,
-    MemoryStats,
     MicroBatching,
     ParallelLayout,
     SlicedWeight,
@@ -47,6 +46,7 @@ from verl.workers.engine.megatron_memory import Parking
 from verl.workers.engine.megatron_optim import add_optimizer, clip_and_step, state_tensors
 from verl.workers.engine.megatron_outputs import Outputs
 from verl.workers.engine.megatron_parallel import construction, current_layout, join_parallel_groups
+from verl.workers.engine.residency import Residency
 from verl.workers.engine.schedules import LRSchedule
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class MegatronEngine(TrainEngine):
         self.layout = ParallelLayout()
         self.step = 0  # optimizer steps so far, skipped ones included
         self.lr_step = 0
-        self._depth = {"model": 0, "optimizer": 0}
+        self._residency = Residency(self._fetch, self._park)
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -195,8 +195,8 @@ class MegatronEngine(TrainEngine):
         )
         self._parkings = self._make_parkings()
         self._set_training(False)
-        self._park("model")
-        self._park("optimizer")
+        self._residency.settle("model")
+        self._residency.settle("optimizer")
 
     def _head_outputs(self) -> int:
         if self.head == "lm":
@@ -471,25 +471,17 @@ class MegatronEngine(TrainEngine):
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def resident(self, *, optimizer: bool) -> Iterator[None]:
-        parts = ["model", "optimizer"] if optimizer and self.optimizer is not None else ["model"]
-        for part in parts:
-            self._depth[part] += 1
-            if self._depth[part] == 1:
-                for parking in self._parkings[part]:
-                    parking.come_back()
-        try:
-            yield
-        finally:
-            for part in reversed(parts):
-                self._depth[part] -= 1
-                self._park(part)
+    def resident(self, *, optimizer: bool) -> AbstractContextManager[Any]:
+        return self._residency.of(["model", "optimizer"] if optimizer and self.optimizer is not None else ["model"])
+
+    def _fetch(self, part: str) -> None:
+        for parking in self._parkings[part]:
+            parking.come_back()
 
     def _park(self, part: str) -> None:
-        if self._depth[part] == 0 and self._parkings[part]:
-            for parking in self._parkings[part]:
-                parking.leave()
+        for parking in self._parkings[part]:
+            parking.leave()
+        if self._parkings[part]:
             empty_cache(self.device)
 
     def _make_parkings(self) -> dict[str, list[Parking]]:
@@ -525,16 +517,6 @@ class MegatronEngine(TrainEngine):
             "gradients": 0 if self.optimizer is None else sum(tensor.nbytes for tensor in self._gradients()),
             "optimizer": 0 if self.optimizer is None else sum(tensor.nbytes for tensor in self._optimizer_tensors()),
         }
-
-    def memory(self) -> MemoryStats:
-        stats = device_memory_stats(self.device)
-        return MemoryStats(
-            allocated=stats.allocated,
-            reserved=stats.reserved,
-            max_allocated=stats.max_allocated,
-            max_reserved=stats.max_reserved,
-            host_used=stats.cpu_used,
-        )
 
 
 __all__ = ["MegatronEngine"]
