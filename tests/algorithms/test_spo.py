@@ -42,6 +42,21 @@ def test_prompts_are_known_by_their_tokens() -> None:
     assert prompt_keys(wide, torch.nn.functional.pad(ATTENTION, (2, 0))) == keys
 
 
+def test_prompts_are_known_by_their_images_too() -> None:
+    red, blue = {"pixel_values": torch.zeros(4, 3)}, {"pixel_values": torch.ones(4, 3)}
+    later = {"pixel_values": [torch.zeros(4, 3), torch.rand(2, 3)]}  # shown something behind its prompt
+    same = PROMPTS[[0, 0, 0, 0]], ATTENTION[[0, 0, 0, 0]]
+    keys = prompt_keys(*same, [red, blue, later, None])
+    assert keys[0] == keys[2]
+    assert len(set(keys)) == 3
+    assert keys[3] == prompt_keys(*same)[0]
+    state = ValueTracker(rho_min=0.5, rho_max=1.0, half_life_kl=0.1, kl_per_step=0.0)
+    compute_spo_outcome_advantage(
+        rewards(1.0, 0.0, 1.0, 0.0), MASK, *same, state=state, multi_modal_inputs=[red, blue, red, blue]
+    )
+    assert state.value(keys[0], -1.0) > 0.5 > state.value(keys[1], -1.0)
+
+
 def test_values_follow_the_beta_posterior() -> None:
     state = ValueTracker(rho_min=0.5, rho_max=1.0, half_life_kl=0.1, kl_per_step=0.0)
     first = step(state, 1.0, 0.0, 1.0, 0.0)

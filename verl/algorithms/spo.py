@@ -114,14 +114,30 @@ def make_value_tracker(config: Any = None) -> EstimatorState:
     return ValueTracker(**{name: setting(section, name, default) for name, default in names.items()})
 
 
-def prompt_keys(prompts: Tensor, attention_mask: Tensor) -> list[str]:
-    """A name for each prompt that depends on its tokens alone, not on padding: ``(B, P)`` to B strings."""
+def prompt_keys(
+    prompts: Tensor, attention_mask: Tensor, images: Sequence[Mapping[str, Any] | None] | None = None
+) -> list[str]:
+    """A name for each prompt that depends on its tokens and images alone, not on padding: ``(B, P)`` to B strings."""
     present = attention_mask[:, : prompts.shape[1]].bool().cpu()
     ids = prompts.long().cpu()
+    shown = [b""] * len(ids) if images is None else _image_digests(images)
     return [
-        hashlib.blake2b(row[mask].numpy().tobytes(), digest_size=12).hexdigest()
-        for row, mask in zip(ids, present, strict=True)
+        hashlib.blake2b(row[mask].numpy().tobytes() + image, digest_size=12).hexdigest()
+        for row, mask, image in zip(ids, present, shown, strict=True)
     ]
+
+
+def _image_digests(images: Sequence[Mapping[str, Any] | None]) -> list[bytes]:
+    """Digests of the prompts' patches. Where they are in pieces, the last one came behind the prompt."""
+    made: dict[int, bytes] = {}
+    for row in images:
+        if id(row) not in made:
+            pixels = [] if row is None else row["pixel_values"]
+            digest = hashlib.blake2b(digest_size=12)
+            for piece in pixels[:-1] if isinstance(pixels, list) else [pixels]:
+                digest.update(piece.float().contiguous().numpy().data)
+            made[id(row)] = b"" if row is None else digest.digest()
+    return [made[id(row)] for row in images]
 
 
 @register_adv_est("spo", state=make_value_tracker)
@@ -132,6 +148,7 @@ def compute_spo_outcome_advantage(
     attention_mask: Tensor,
     state: EstimatorState,
     policy_kl: Tensor | None = None,
+    multi_modal_inputs: Sequence[Mapping[str, Any] | None] | None = None,
     epsilon: float = 1e-8,
     config: Any = None,
     **kwargs: Any,
@@ -156,6 +173,7 @@ def compute_spo_outcome_advantage(
         attention_mask: ``(B, S)``; its first P columns say which of them are padding.
         state: the tracker, which this call updates.
         policy_kl: ``(B,)`` divergence in nats of the policy from that of the prompt's last visit.
+        multi_modal_inputs: images of the rows, which identify the prompt too.
         epsilon: keeps the division finite.
         config: not used here; ``spo`` of the ``algorithm`` section shapes the tracker.
 
@@ -167,7 +185,7 @@ def compute_spo_outcome_advantage(
     with torch.no_grad():
         scores = sequence_scores(token_level_rewards, response_mask)
         present = response_mask.bool().any(-1)
-        keys = prompt_keys(prompts, attention_mask)
+        keys = prompt_keys(prompts, attention_mask, multi_modal_inputs)
         prior = float(scores[present].sort().values.mean()) if bool(present.any()) else 0.0
         baseline = scores.new_tensor([state.value(key, prior) for key in keys])
         advantage = scores - baseline
