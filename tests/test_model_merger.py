@@ -102,6 +102,18 @@ def test_a_vision_language_model_keeps_its_processor(tmp_path: Path) -> None:
     assert load_processor(str(target)).image_processor.patch_size == 4
 
 
+@pytest.mark.parametrize("head", ["value", "classifier"])
+def test_heads_of_vision_language_models_are_merged(head: str, tmp_path: Path) -> None:
+    engine = make_engine(make_vision_model_dir(tmp_path / "model"), head=head)
+    engine.save(tmp_path / "critic", TRAINED)
+    target = model_merger.merge(tmp_path / "critic", tmp_path / "merged")
+    tensors = dict(engine.named_tensors())
+    assert model_merger.compare(tmp_path / "critic", target) == len(tensors)
+    again = dict(make_engine(str(target), head=head, trained=False).named_tensors())
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
+
+
 def test_a_critic_is_merged_with_its_head(tiny_model_dir: str, tmp_path: Path) -> None:
     engine = make_engine(tiny_model_dir, head="value")
     engine.train_batch(policy_batch(), value_loss, want=VALUES, micro=WHOLE)

@@ -202,8 +202,9 @@ def _empty_model(directory: Path, head: str, dtype: torch.dtype) -> PreTrainedMo
     """The model without weights; it knows its config and how its files are laid out."""
     config = AutoConfig.from_pretrained(directory / "huggingface")
     config.dtype = dtype
+    kind = model_class(head, config)
     with torch.device("meta"):
-        return model_class(head, config).from_config(config, dtype=dtype)
+        return (kind.from_config if hasattr(kind, "from_config") else kind._from_config)(config, dtype=dtype)
 
 
 def compare(local_dir: str | Path, hf_dir: str | Path, *, backend: str = "fsdp", base_model: str | None = None) -> int:
