@@ -199,7 +199,7 @@ _TABLE = (
     Field("tool_rewards", _ROW, OBJECT, "agent loop", "reward", "What tools gave for turns and the trajectory."),
     Field("player", _ROW, OBJECT, "agent loop", "reward, metrics", "Whose row it is, of several players."),
     Field("interaction_rewards", _ROW, OBJECT, "agent loop", "reward", "What a user or environment gave for turns."),
-    Field("multi_modal_inputs", _ROW, OBJECT, "data", "rollout, engines", "Processed images of the prompt, or None."),
+    Field("multi_modal_inputs", _ROW, OBJECT, "data", "rollout, engines", "Processed images of the row, or None."),
 )
 
 #: every field of the batch by name
@@ -227,7 +227,7 @@ STAGES: Mapping[str, tuple[str, ...]] = {
 
 #: columns that the workers of a stage read where a batch has them
 OPTIONAL_COLUMNS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
-    ("log_prob", "values", "update_actor", "update_critic", "process_rewards", "update_reward_model"),
+    ("rm_score", "log_prob", "values", "update_actor", "update_critic", "process_rewards", "update_reward_model"),
     ("multi_modal_inputs",),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,26 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import Qwen2_5_VLForConditionalGeneration
 
 from tests.e2e.test_equivalence import comparable
-from tests.fixtures.vision import COLOURS, make_vision_model_dir, png, square
+from tests.fixtures.vision import (
+    COLOURS,
+    make_image_processor,
+    make_vision_model_dir,
+    make_vision_tokenizer,
+    png,
+    square,
+)
+from tests.models.images import model_arguments
 from tests.workers.rollout.helpers import missing_package
+from verl.config import ModelConfig
+from verl.data.images import ImageReader
 from verl.errors import ConfigError
+from verl.models.loading import load_classifier
+from verl.single_controller.ray import fields
+from verl.utils.tokenizer import ImageTextProcessor
 
 pytestmark = pytest.mark.e2e
 
@@ -65,6 +81,7 @@ def squares(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
+PPO = ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "critic.ppo_mini_batch_size=4"]
 CUTS = {
     "local, packed, dynamic": [
         "trainer.controller=local",
@@ -81,6 +98,11 @@ CUTS = {
         "trainer.n_gpus_per_node=2",
         "actor_rollout_ref.model.use_remove_padding=False",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    ],
+    "ray, 2 workers that share sequences": [
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2",
     ],
 }
 
@@ -101,6 +123,34 @@ def test_every_cut_gives_the_same_numbers(
 
 
 @pytest.mark.usefixtures("ray_local")
+def test_pixels_are_put_once_for_all_stages_of_a_step(
+    squares: list[str], run_training: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Generation, three forward passes and two updates read them."""
+    put: list[tuple[int, int]] = []
+    read: list[int] = []
+    real_put, real_place = fields.FieldStore._put, fields.FieldStore.place_inside
+
+    def watched_put(self: fields.FieldStore, tensors: Any) -> Any:
+        put.extend((id(value), value.nbytes) for name, value in tensors.items() if name == "tensor")
+        return real_put(self, tensors)
+
+    def watched_place(self: fields.FieldStore, batch: Any) -> fields.Shard:
+        column = batch.non_tensor_batch.get("multi_modal_inputs", [])
+        read.append(
+            sum(value.nbytes for row in {id(row): row for row in column if row}.values() for value in row.values())
+        )
+        return real_place(self, batch)
+
+    monkeypatch.setattr(fields, "LARGE", 1)
+    monkeypatch.setattr(fields.FieldStore, "_put", watched_put)
+    monkeypatch.setattr(fields.FieldStore, "place_inside", watched_place)
+    run_training(*squares, *PPO, "trainer.n_gpus_per_node=2", "trainer.total_training_steps=1")
+    assert len(dict(put)) == len(put) > 0
+    assert sum(read) >= 6 * sum(size for _, size in put)
+
+
+@pytest.mark.usefixtures("ray_local")
 def test_served_generation_gives_the_same_numbers(
     squares: list[str], run_training: Callable[..., list[dict[str, Any]]]
 ) -> None:
@@ -112,11 +162,14 @@ def test_served_generation_gives_the_same_numbers(
         assert served["data"][name] == pytest.approx(reference["data"][name], rel=1e-5), name
 
 
-@pytest.mark.vllm
-@pytest.mark.skipif(
+with_vllm = pytest.mark.skipif(
     bool(missing_package("vllm")) or importlib.util.find_spec("torchvision") is None,
     reason="vLLM reads images beside torchvision alone",
 )
+
+
+@pytest.mark.vllm
+@with_vllm
 @pytest.mark.usefixtures("ray_local")
 def test_vllm_generates_on_one_and_two_ranks(
     tmp_path: Path, squares: list[str], run_training: Callable[..., list[dict[str, Any]]]
@@ -179,7 +232,111 @@ def test_a_policy_learns_to_look(
     assert rows[-1]["data"]["val-core/colours/reward/mean@1"] > 0.8
 
 
-PPO = ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "critic.ppo_mini_batch_size=4"]
+LOOP = """
+from verl.agent_loop import AgentLoopBase, AgentLoopOutput
+from verl.agent_loop.conversation import open_conversation
+from verl.models.vision import PromptImages
+from PIL import Image
+from pathlib import Path
+
+
+class Shown(AgentLoopBase):
+    reads_images = True
+
+    async def run(self, sampling_params, **kwargs):
+        conversation = open_conversation(self.context, kwargs["raw_prompt"], (), images=kwargs["images"])
+        for turn in range(2):
+            ledger = conversation.ledger
+            done = await self.generate(ledger.context, sampling_params, max_tokens=3, images=ledger.images)
+            conversation.add_sampled(done)
+            colour = (40 * turn, 90, 5 * (kwargs["sample_index"] % 7))
+            picture = Image.new("RGB", (16, 8), colour)
+            images = PromptImages.of(self.context.image_reader.read([picture], Path()))
+            if turn or not conversation.add([{"role": "user", "content": [{"type": "image"}]}], images=images):
+                break
+        return AgentLoopOutput.from_ledger(conversation.ledger)
+"""
+AGENT_CUTS = [
+    ["trainer.n_gpus_per_node=2"],
+    ["trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.mode=async"],
+]
+
+
+def agent_settings(directory: Path) -> list[str]:
+    """Two steps with the loop of :data:`LOOP`."""
+    (directory / "loop.py").write_text(LOOP)
+    (directory / "loops.yaml").write_text(f"- name: shown\n  _target_: {directory}/loop.py:Shown\n")
+    return [
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={directory}/loops.yaml",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=shown",
+        "actor_rollout_ref.rollout.multi_turn.on_history_rewrite=append",
+        "data.max_response_length=16",
+        "trainer.total_training_steps=2",
+    ]
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_agents_are_shown_images_between_turns(
+    tmp_path: Path, squares: list[str], run_training: Callable[..., list[dict[str, Any]]]
+) -> None:
+    """Every second turn is an answer to an image of the sample's own: generation and training see the same."""
+    settings = [*squares, *agent_settings(tmp_path)]
+    reference = run_training(*settings, "trainer.controller=local", "actor_rollout_ref.model.use_remove_padding=False")
+    for row in reference:
+        assert row["data"]["training/rollout_probs_diff_max"] < 1e-4
+        assert row["data"]["num_turns/mean"] >= 2
+    for cut in AGENT_CUTS:
+        for expected, actual in zip(reference, run_training(*settings, *cut), strict=True):
+            for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "response_length/mean"):
+                assert actual["data"][name] == pytest.approx(expected["data"][name], rel=1e-5, abs=1e-6), (cut, name)
+
+
+@pytest.mark.vllm
+@with_vllm
+@pytest.mark.usefixtures("ray_local")
+def test_agents_on_vllm_are_shown_images_between_turns(
+    tmp_path: Path, squares: list[str], run_training: Callable[..., list[dict[str, Any]]]
+) -> None:
+    model = make_vision_model_dir(tmp_path / "model", hidden=64, heads=2, vision_width=32)  # sizes that vLLM serves
+    settings = [
+        *squares,
+        *agent_settings(tmp_path),
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.max_num_seqs=16",
+    ]
+    for place in (["trainer.controller=local"], ["actor_rollout_ref.rollout.mode=async"]):
+        for row in run_training(*settings, *place):
+            assert row["data"]["training/rollout_probs_diff_max"] < 1e-5
+            assert row["data"]["num_turns/mean"] >= 2
+
+
+def test_agent_loops_answer_images_as_generation_without_them(
+    tmp_path: Path, squares: list[str], run_training: Callable[..., list[dict[str, Any]]]
+) -> None:
+    settings = [*squares, "trainer.controller=local", "trainer.total_training_steps=2"]
+    reference = run_training(*settings)
+    stopped = [
+        f"trainer.default_local_dir={tmp_path}/carried",
+        "trainer.save_freq=2",
+        "actor_rollout_ref.rollout.over_sample_rate=0.25",
+        "actor_rollout_ref.rollout.partial_rollout=True",
+        "actor_rollout_ref.rollout.max_staleness=4",
+    ]
+    for agents in (["actor_rollout_ref.rollout.multi_turn.enable=True"], stopped):
+        rows = run_training(*settings, *agents)
+        if agents is stopped:  # other prompts, and tokens of older weights
+            assert rows[0]["data"]["training/rollout_probs_diff_max"] < 1e-4
+            assert rows[-1]["data"]["over_sampling/started"] > 0
+            # what is carried, images included, is part of the checkpoint
+            more = ["trainer.total_training_steps=3", "trainer.resume_mode=auto"]
+            assert [row["step"] for row in run_training(*settings, *stopped, *more)] == [3]
+            continue
+        for expected, actual in zip(reference, rows, strict=True):
+            for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean"):
+                assert actual["data"][name] == pytest.approx(expected["data"][name], rel=1e-5, abs=1e-6), name
+
+
 PPO_CUTS = [
     ["trainer.n_gpus_per_node=2", "critic.model.use_remove_padding=False", "critic.ppo_micro_batch_size_per_gpu=1"],
     [
@@ -242,20 +399,77 @@ def test_a_critic_learns_to_look(
     assert sum(explained[-5:]) / 5 > 0.8, explained
 
 
+def test_a_reward_model_sees_the_images(
+    tmp_path: Path, squares: list[str], run_training: Callable[..., list[dict[str, Any]]]
+) -> None:
+    """Scores are those of plain Transformers: the backbone and a linear head, at the conversation's last token."""
+    directory = make_vision_model_dir(tmp_path / "reward", seed=7)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        head = torch.randn(1, 32)
+    policy = Qwen2_5_VLForConditionalGeneration.from_pretrained(directory)
+    scorer = load_classifier(ModelConfig(path=directory))
+    with torch.no_grad():
+        scorer.score.weight.copy_(head)
+    scorer.save_pretrained(directory)
+    run_training(
+        *squares,
+        "trainer.controller=local",
+        "trainer.total_training_steps=1",
+        "reward_model.enable=True",
+        f"reward_model.model.path={directory}",
+        "reward_model.max_length=64",
+        f"trainer.rollout_data_dir={tmp_path}/dump",
+    )
+    samples = [json.loads(line) for line in (tmp_path / "dump" / "1.jsonl").open()]
+    tokenizer = make_vision_tokenizer()
+    image = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    reader = ImageReader(ImageTextProcessor(make_image_processor(), image))
+    train = next(s.partition("=")[2] for s in squares if s.startswith("data.train_files"))
+    rows = {row["extra_info"]["index"]: row for row in pq.read_table(train).to_pylist()}
+    shown = 0
+    for sample in samples:
+        row = rows[int(sample["gts"])]
+        shown += bool(row["images"])
+        inputs = reader.read(row["images"], tmp_path) if row["images"] else None
+        words = row["prompt"][0]["content"].replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
+        output = tokenizer.decode(tokenizer(sample["output"])["input_ids"], skip_special_tokens=True)
+        ids = tokenizer(f"<|user|>{words}<|end|><|assistant|>{output}<|end|>")["input_ids"]
+        given = torch.tensor([reader.expand(ids, inputs["image_grid_thw"]) if inputs else ids])
+        with torch.no_grad():
+            states = policy.model(input_ids=given, **model_arguments(given, inputs, image)).last_hidden_state
+        assert sample["score"] == pytest.approx(float(states[0, -1] @ head[0]), abs=1e-4)
+    assert shown
+
+
 REFUSED = {
     "actor.strategy=megatron": (["actor_rollout_ref.actor.strategy=megatron"], "strategy=megatron: trains on text"),
-    "sequence parallelism": (
-        ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2"],
-        "ulysses_sequence_parallel_size=2: does not cut sequences with images",
-    ),
     "sglang": (["actor_rollout_ref.rollout.name=sglang"], "rollout.name=sglang: is not given images"),
-    "agents": (["actor_rollout_ref.rollout.multi_turn.enable=True"], "agent loops read text alone"),
+    "forks": (
+        [
+            "actor_rollout_ref.rollout.multi_turn.enable=True",
+            "actor_rollout_ref.rollout.multi_turn.on_history_rewrite=fork",
+        ],
+        "on_history_rewrite=fork: conversations with images are not forked",
+    ),
+    "programs": (
+        [
+            "actor_rollout_ref.rollout.agent.openai_agent.path={program}",
+            "actor_rollout_ref.rollout.agent.timeout_s=60",
+            "actor_rollout_ref.rollout.mode=async",
+        ],
+        "agent loop 'openai_agent' reads text alone",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_at_start_up(name: str, squares: list[str], run_training: Callable[..., list[dict[str, Any]]]) -> None:
+def test_refused_at_start_up(
+    name: str, tmp_path: Path, squares: list[str], run_training: Callable[..., list[dict[str, Any]]]
+) -> None:
     wrong, words = REFUSED[name]
+    (tmp_path / "program.py").write_text("async def run(base_url, api_key, row):\n    return 0.0\n")
+    wrong = [override.format(program=tmp_path / "program.py") for override in wrong]
     with pytest.raises(ConfigError, match="the data has images") as caught:
         run_training(*squares, *wrong)
     assert words in str(caught.value)

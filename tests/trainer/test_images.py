@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 from tests.fixtures.vision import COLOURS, make_image_processor, make_vision_model_dir, png, square
 from tests.models.images import model_arguments
 from tests.trainer import test_generation, test_preference, test_sft
+from tests.workers.rollout.helpers import missing_package
 from verl.config.load import load_config
 from verl.errors import ConfigError, DataError
 from verl.models.vision import ImageTokens
@@ -202,9 +204,8 @@ def test_engines_and_models_that_read_none_are_told_at_start_up(
     model_dir: str, tiny_model_dir: str, tmp_path: Path
 ) -> None:
     file = write(tmp_path / "train.parquet", conversations())
-    ulysses = {"model__fsdp_config__ulysses_sequence_parallel_size": 2, "trainer__n_gpus_per_node": 2}
-    with pytest.raises(ConfigError, match=r"model\.fsdp_config\.ulysses_sequence_parallel_size=2: does not cut"):
-        sft_trainer.build_trainer(sft_config(model_dir, file, tmp_path, **ulysses))
+    with pytest.raises(ConfigError, match=r"model\.strategy=megatron: trains on text alone; use fsdp2"):
+        sft_trainer.build_trainer(sft_config(model_dir, file, tmp_path, model__strategy="megatron"))
     with pytest.raises(DataError, match="the model has no processor of images"):
         sft_trainer.build_trainer(sft_config(tiny_model_dir, file, tmp_path))
 
@@ -348,6 +349,20 @@ def test_generation_sees_the_images_and_goes_on_after_the_last_whole_batch(
         )
     )
     assert result["squares"]["prompts"] == 7
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(
+    bool(missing_package("vllm")) or importlib.util.find_spec("torchvision") is None,
+    reason="vLLM reads images beside torchvision alone",
+)
+def test_greedy_answers_of_vllm_are_those_of_hf(prompts: str, tmp_path: Path) -> None:
+    directory = make_vision_model_dir(tmp_path / "model", hidden=64, heads=2, vision_width=32)
+    greedy = ["rollout.temperature=0", "data.n_samples=1", "rollout.max_num_seqs=16"]
+    for name in ("hf", "vllm"):
+        output = tmp_path / f"{name}.jsonl"
+        run_generation(generation(directory, prompts, output, *greedy, f"rollout.name={name}"))
+    assert test_generation.responses(tmp_path / "vllm.jsonl") == test_generation.responses(tmp_path / "hf.jsonl")
 
 
 def test_what_generation_cannot_show_is_told_at_once(

@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from verl.agent_loop.ledger import TokenLedger
 from verl.errors import ConfigError, RolloutError
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
     from verl.agent_loop.trace import Trace
     from verl.config import RolloutConfig
+    from verl.data.images import ImageReader
     from verl.interactions.base import BaseInteraction
+    from verl.models.vision import PromptImages
     from verl.tools.base_tool import BaseTool
 
 
@@ -65,6 +67,7 @@ class AgentLoopOutput:
         policy_versions: oldest and newest weights that sampled it.
         token_versions: weights that sampled each token, -1 elsewhere; not given = the oldest.
         overlong: whether it was cut off at a limit of length; not given = whether the response is as long as it may be.
+        images: all images of the row, with their places, where it shows others than those of its prompt.
         earlier: rows of the same trajectory before this one, with tokens alone, where its history was rewritten
             (``rollout.multi_turn.on_history_rewrite=fork``). Their turns come first in ``turn_scores`` and
             ``state_hashes``.
@@ -81,6 +84,7 @@ class AgentLoopOutput:
     policy_versions: tuple[int, int] | None = None
     token_versions: list[int] | None = None
     overlong: bool | None = None
+    images: PromptImages | None = None
     earlier: list[AgentLoopOutput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -118,6 +122,7 @@ class AgentLoopOutput:
             token_versions=ledger.versions,
             num_turns=fields.pop("num_turns", sum(one.num_turns for one in ledgers) + 1),
             extra_fields=extra,
+            images=ledger.images,
             earlier=[cls._tokens(one) for one in ledgers[:-1]],
             **fields,
         )
@@ -148,6 +153,7 @@ class AgentContext:
         tool_limits: limits of their calls.
         interactions: simulated users and environments of the run, by name.
         template_kwargs: arguments of the chat template, ``data.apply_chat_template_kwargs``.
+        image_reader: opens images as the policy reads them; None where it reads none.
     """
 
     config: RolloutConfig
@@ -159,6 +165,7 @@ class AgentContext:
     tool_limits: ToolLimits = field(default_factory=ToolLimits)
     interactions: Mapping[str, BaseInteraction] = field(default_factory=dict)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    image_reader: ImageReader | None = None
 
 
 class AgentLoopBase(ABC):
@@ -167,10 +174,15 @@ class AgentLoopBase(ABC):
     An instance lives for one trajectory. Tokens that :meth:`generate` returns are to be trained as they are; a
     :class:`~verl.agent_loop.conversation.Conversation` keeps the account.
 
+    A class that gives the images of its row to :meth:`generate` says so by ``reads_images = True``; others get no rows
+    with images.
+
     Args:
         context: what the run offers.
         settings: what the configuration file gives this loop besides its class.
     """
+
+    reads_images: ClassVar[bool] = False
 
     def __init__(self, context: AgentContext, **settings: Any) -> None:
         if settings:
@@ -200,14 +212,20 @@ class AgentLoopBase(ABC):
             sampling_params: arguments of :class:`~verl.workers.rollout.base.SamplingParams`, without ``max_tokens``.
             kwargs: the row: ``raw_prompt`` (messages), ``raw_prompt_ids`` (the prompt's tokens as the data set made
                 them), ``tools_kwargs``, ``interaction_kwargs``, ``extra_info``, ``reward_model``, ``data_source``,
-                ``uid``, ``index`` and ``sample_index`` as far as the batch has them.
+                ``uid``, ``index`` and ``sample_index`` as far as the batch has them, and ``images`` (of the prompt, a
+                :class:`~verl.models.vision.PromptImages`, or None).
 
         Returns:
             The training row, or several: at most ``rollout.agent.rows_per_sample``, the first with tokens.
         """
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], *, max_tokens: int | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        max_tokens: int | None = None,
+        images: PromptImages | None = None,
     ) -> Completion:
         """Let the model go on from ``prompt_ids``.
 
@@ -217,6 +235,7 @@ class AgentLoopBase(ABC):
             prompt_ids: all tokens so far.
             sampling_params: as given to :meth:`run`.
             max_tokens: most tokens to sample; not given = what the response length leaves.
+            images: that placeholders in ``prompt_ids`` stand for.
         """
         params = dict(sampling_params)
         if params.get("seed") is not None and self._generations:
@@ -224,7 +243,8 @@ class AgentLoopBase(ABC):
         limit = params.pop("max_tokens", self.config.response_length) if max_tokens is None else max_tokens
         name = f"{self.context.session}-{self._generations}"
         self._generations += 1
-        request = GenerationRequest(list(prompt_ids), SamplingParams(**{**params, "max_tokens": limit}), name)
+        sampling = SamplingParams(**{**params, "max_tokens": limit})
+        request = GenerationRequest(list(prompt_ids), sampling, name, images=images)
         started = time.time()
         completion = await self.context.generator.generate(request, session=self.context.session)
         self.context.trace.generated(started, len(prompt_ids), completion)

@@ -14,6 +14,7 @@ import torch
 from verl.agent_loop.base import AgentLoopOutput
 from verl.agent_loop.carry import Take
 from verl.data.collate import object_array
+from verl.data.images import IMAGE_FIELD
 from verl.errors import DataError, RolloutError
 from verl.protocol import DataProto
 from verl.rewards.manager import OUTCOME_FIELD
@@ -41,6 +42,8 @@ _LIMIT = "agent_max_failed_fraction"
 #: column with the further rows of trajectories, and what they will be padded with
 MORE, PAD = "agent_more", "agent_pad_token_id"
 
+#: extra field with the images of a row that do not stand in its prompt, and the places of all its images
+MORE_IMAGES = "__more_images__"
 #: column of a batch with the earlier rows of each trajectory, as plain values; None where there are none
 EARLIER_ROWS = "earlier_rows"
 #: column of a batch whose generation may be cut off. On the way to the loops: what a row's trajectory has said in
@@ -92,18 +95,13 @@ class Trajectory:
 def rows_from_batch(batch: DataProto, config: RolloutConfig, *, seed: int, step: int, validate: bool) -> list[Row]:
     """One row for each sample; seeds are those of generation without agent loops."""
     requests = requests_from_batch(batch, config, seed=seed, step=step, validate=validate)
-    if any(request.images is not None for request in requests):
-        raise DataError(
-            "agent loops read text alone and the prompts have images; answer them in one turn "
-            "(actor_rollout_ref.rollout.multi_turn.enable=False and no agent), or leave the images out"
-        )
     columns = {name: batch.non_tensor_batch[name] for name in ROW_FIELDS if name in batch.non_tensor_batch}
     indices = batch.batch["sample_index"].tolist() if "sample_index" in batch.batch else range(len(requests))
     carried = batch.non_tensor_batch.get(CARRIED, [None] * len(requests))
     rows = []
     for number, (request, index) in enumerate(zip(requests, indices, strict=True)):
         fields = {name: values[number] for name, values in columns.items()}
-        fields |= {"raw_prompt_ids": request.prompt_ids, "sample_index": index}
+        fields |= {"raw_prompt_ids": request.prompt_ids, "sample_index": index, "images": request.images}
         kept = carried[number]
         ended = isinstance(kept, str) and kept == ENDED
         takes = () if ended or kept is None else tuple(map(Take.from_plain, kept))
@@ -177,7 +175,7 @@ def batch_from_trajectories(
         "__num_turns__": object_array([output.num_turns for output in outputs]),
         "tool_call_counts": object_array([_calls(trajectory.info) for trajectory in trajectories]),
         "agent_info": object_array([trajectory.info for trajectory in trajectories]),
-        "agent_extra": object_array([(output.reward_score, output.extra_fields) for output in outputs]),
+        "agent_extra": object_array([(output.reward_score, _extra(output)) for output in outputs]),
         MORE: object_array([list(trajectory.more) for trajectory in trajectories]),
     }
     if forks:
@@ -190,6 +188,41 @@ def batch_from_trajectories(
     return DataProto.from_dict(
         tensors=tensors, non_tensors=arrays, meta_info={_LIMIT: max_failed_fraction, PAD: pad_token_id}
     )
+
+
+def _extra(output: AgentLoopOutput) -> dict[str, Any]:
+    """The extra fields, with the images that came behind the prompt's."""
+    images = output.images
+    if images is None:
+        return output.extra_fields
+    assert images.starts is not None
+    count = sum(at < len(output.prompt_ids) for at in images.starts)
+    if count == len(images.keys):
+        return output.extra_fields
+    more = images.behind(count)
+    shown = {"pixel_values": more.pixel_values, "image_grid_thw": more.grid_thw, "image_starts": list(images.starts)}
+    return {**output.extra_fields, MORE_IMAGES: shown}
+
+
+def with_more_images(batch: DataProto) -> DataProto:
+    """Add the images that trajectories were shown behind their prompts to ``multi_modal_inputs``, in place.
+
+    The patches of a prompt stay the tensor that all its samples share.
+    """
+    if MORE_IMAGES not in batch.non_tensor_batch:
+        return batch
+    further = list(batch.non_tensor_batch.pop(MORE_IMAGES))
+    column = list(batch.non_tensor_batch.get(IMAGE_FIELD, [None] * len(further)))
+    for row, more in enumerate(further):
+        if more is not None:
+            before = [] if column[row] is None else [column[row]]
+            column[row] = {
+                "pixel_values": [one["pixel_values"] for one in (*before, more)],
+                "image_grid_thw": torch.cat([one["image_grid_thw"] for one in (*before, more)]),
+                "image_starts": more["image_starts"],
+            }
+    batch.non_tensor_batch[IMAGE_FIELD] = object_array(column)
+    return batch
 
 
 def _is_overlong(output: AgentLoopOutput, response_length: int) -> bool:

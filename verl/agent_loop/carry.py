@@ -238,4 +238,6 @@ class Tape:
 def _key(request: GenerationRequest) -> str:
     digest = hashlib.blake2b(array("q", request.prompt_ids).tobytes(), digest_size=12)
     digest.update(repr(request.sampling).encode())
+    if request.images is not None:
+        digest.update(repr(request.images.identity).encode())
     return digest.hexdigest()

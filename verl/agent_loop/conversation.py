@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from verl.agent_loop.ledger import TokenLedger
 from verl.agent_loop.templating import ChatTemplater
 from verl.data.chat import Message
+from verl.data.images import repeated
 from verl.errors import RolloutError
 from verl.workers.rollout.base import Completion
 
 if TYPE_CHECKING:
     from verl.agent_loop.base import AgentContext
     from verl.agent_loop.templating import Piece
+    from verl.data.images import ImageReader
+    from verl.models.vision import PromptImages
 
 
 class HistoryRewritten(RolloutError):
@@ -29,6 +33,8 @@ class Conversation:
         messages: the prompt.
         max_tokens: most tokens of the response, those of the others included.
         on_history_rewrite: ``refuse``, ``append`` or ``fork``, as in ``rollout.multi_turn``.
+        images: of the prompt's messages.
+        reader: of the policy; needed for images.
 
     Attributes:
         ledger: tokens of the row that the model is adding to.
@@ -44,10 +50,14 @@ class Conversation:
         *,
         max_tokens: int,
         on_history_rewrite: str = "refuse",
+        images: PromptImages | None = None,
+        reader: ImageReader | None = None,
     ) -> None:
         self.templater = templater
+        self.reader = reader
         self.messages: list[Message] = list(messages)
-        self.ledger = TokenLedger(templater.prompt(messages))
+        prompt_ids, images = self._with_images(templater.prompt(messages), images, 0)
+        self.ledger = TokenLedger(prompt_ids, images=images)
         self.earlier: list[TokenLedger] = []
         self._ours = len(messages)
         self.max_tokens = max_tokens
@@ -73,13 +83,41 @@ class Conversation:
         self._last = completion
         return text
 
-    def add(self, messages: Sequence[Message], pieces: Sequence[Piece] | None = None) -> bool:
+    def _with_images(
+        self, ids: list[int], images: PromptImages | None, start: int
+    ) -> tuple[list[int], PromptImages | None]:
+        """Tokens that show images, with all their placeholders, and the images with their places.
+
+        Args:
+            ids: with one placeholder for each image.
+            images: in the order of the placeholders.
+            start: number of the first of ``ids`` in the row.
+
+        Raises:
+            DataError: the placeholders are not those of the images.
+            RolloutError: there are images and nothing to read them with.
+        """
+        if images is None:
+            return ids, None
+        if self.reader is None:
+            raise RolloutError("a conversation with images needs the policy's image reader, AgentContext.image_reader")
+        copies = self.reader.copies(ids, images.grid_thw)
+        starts = [start + sum(copies[:n]) for n, token in enumerate(ids) if token == self.reader.token_id]
+        return repeated(ids, copies), replace(images, starts=tuple(starts))
+
+    def add(
+        self,
+        messages: Sequence[Message],
+        pieces: Sequence[Piece] | None = None,
+        images: PromptImages | None = None,
+    ) -> bool:
         """Add what the others answer to the model's turn, and open its next one.
 
         Args:
             messages: the answers.
             pieces: their text, where the chat template cannot render them; what it would make of earlier turns is then
                 not looked at.
+            images: that the messages show, as parts of type ``image``.
 
         Returns:
             False, with nothing added, when there is no room for it and at least one more token of the model.
@@ -95,7 +133,8 @@ class Conversation:
         else:
             ended = self._last.finish_reason == "stop"
             more = self.templater.continuation(self.messages[:-1], messages, self._last.token_ids, ended=ended)
-        if len(more.ids) >= self.room:
+        ids, images = self._with_images(more.ids, images, len(self.ledger.context))
+        if len(ids) >= self.room:
             self.overlong = True
             return False
         shown = self._shown + more.text
@@ -110,7 +149,9 @@ class Conversation:
                     "actor_rollout_ref.rollout.multi_turn.on_history_rewrite=fork to train on it as several rows, "
                     "append to keep sampled tokens as they are, or use a chat template that changes no earlier turn"
                 )
-        self.ledger.append_given(more.ids, str(messages[0]["role"]))
+        self.ledger.append_given(ids, str(messages[0]["role"]))
+        if images is not None:
+            self.ledger.images = images if self.ledger.images is None else self.ledger.images.followed_by(images)
         self.messages.extend(messages)
         self._shown = shown
         self._last = None
@@ -127,7 +168,12 @@ class Conversation:
 
         Returns:
             False, with nothing changed, when there is no room for it and at least one more token of the model.
+
+        Raises:
+            RolloutError: the conversation has images.
         """
+        if self.ledger.images is not None:
+            raise RolloutError("conversations with images cannot be forked; set multi_turn.on_history_rewrite=append")
         fresh = self.templater.conversation(messages, ours=self._ours)
         first = self.earlier[0] if self.earlier else self.ledger
         common = sum(1 for _ in takewhile(_equal, zip(fresh.ids, first.prompt_ids, strict=False)))
@@ -151,6 +197,7 @@ def open_conversation(
     tools: Sequence[Mapping[str, Any]],
     *,
     template_kwargs: Mapping[str, Any] | None = None,
+    images: PromptImages | None = None,
 ) -> Conversation:
     """A conversation with its prompt, within the run's limits.
 
@@ -159,6 +206,7 @@ def open_conversation(
         messages: the prompt.
         tools: schemas that the template shows.
         template_kwargs: arguments of the template beside the run's.
+        images: of the prompt.
 
     Raises:
         RolloutError: the prompt is longer than ``data.max_prompt_length``.
@@ -172,6 +220,8 @@ def open_conversation(
         messages,
         max_tokens=config.response_length,
         on_history_rewrite=config.multi_turn.on_history_rewrite,
+        images=images,
+        reader=context.image_reader,
     )
     length, limit = len(conversation.ledger.prompt_ids), config.prompt_length
     if length > limit:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from verl.errors import DataError
+from verl.models.vision import PromptImages
 from verl.workers.rollout.base import Completion
 
 ASSISTANT = "assistant"
@@ -28,6 +29,7 @@ class TokenLedger:
         turns: number of the turn that a token belongs to, from 0; the model's and the others' turns are counted alike.
         roles: who said it: ``assistant``, or the role of the message (``tool``, ``user``, ...).
         versions: policy version that sampled the token; -1 for a given one.
+        images: of prompt and response, with their places; None without any.
     """
 
     prompt_ids: list[int]
@@ -37,6 +39,7 @@ class TokenLedger:
     turns: list[int] = field(default_factory=list)
     roles: list[str] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    images: PromptImages | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -98,15 +101,23 @@ class TokenLedger:
         Steps of different trajectories that answered the same words have the same name (GiGPO's groups of steps).
         """
         starts = [0, *(column for column, (a, b) in enumerate(pairwise(self.mask), start=1) if a != b), len(self.ids)]
-        shown: list[int] = self.prompt_ids
+        shown: list[int | str] = [*self.prompt_ids, *self._image_keys(0, len(self.prompt_ids))]
         names = []
         for start, end in pairwise(starts):
             if start < end and self.mask[start]:
                 names.append(_digest(shown))
                 shown = []
             else:
-                shown = self.ids[start:end]
+                first = len(self.prompt_ids)
+                shown = [*self.ids[start:end], *self._image_keys(first + start, first + end)]
         return names
+
+    def _image_keys(self, begin: int, end: int) -> list[str]:
+        """Keys of the images in a stretch of the tokens."""
+        if self.images is None:
+            return []
+        assert self.images.starts is not None
+        return [key for key, at in zip(self.images.keys, self.images.starts, strict=True) if begin <= at < end]
 
     def version_range(self) -> tuple[int, int]:
         """Oldest and newest policy version; (-1, -1) without a sampled token."""
@@ -114,5 +125,5 @@ class TokenLedger:
         return (min(sampled), max(sampled)) if sampled else (-1, -1)
 
 
-def _digest(ids: Sequence[int]) -> str:
+def _digest(ids: Sequence[int | str]) -> str:
     return hashlib.blake2b(",".join(map(str, ids)).encode(), digest_size=8).hexdigest()

@@ -91,6 +91,8 @@ class Partner:
 def with_opening(messages: Sequence[Message], opening: str) -> list[Message]:
     """A prompt with what a partner says first: part of the user's last message where that ends the prompt."""
     *before, last = messages
+    if last["role"] == "user" and not isinstance(last["content"], str):
+        return [*before, {**last, "content": [*last["content"], {"type": "text", "text": f"\n\n{opening}"}]}]
     if last["role"] == "user":
         return [*before, {**last, "content": f"{last['content']}\n\n{opening}".strip()}]
     return [*messages, {"role": "user", "content": opening}]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.agent_loop.base import EngineGenerator
-from verl.agent_loop.runner import AgentLoopRunner, build_runner
+from verl.agent_loop.runner import AgentLoopRunner, ImageLimits, build_runner
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
 
@@ -17,10 +17,18 @@ class AgentLoopRole:
 
     Args:
         template_kwargs: ``data.apply_chat_template_kwargs``.
+        image_limits: ``data.image_min_pixels`` and ``image_max_pixels`` where images may be shown, else None.
     """
 
-    def __init__(self, *args: Any, template_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        template_kwargs: Mapping[str, Any] | None = None,
+        image_limits: ImageLimits | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._image_limits = image_limits
         self._template_kwargs = dict(template_kwargs or {})
         self._runner: AgentLoopRunner | None = None
 
@@ -51,7 +59,11 @@ class AgentLoopRole:
         if self._runner is None:
             worker: Any = self
             self._runner = build_runner(
-                worker.config.model, worker.config.rollout, self._template_kwargs, name=f"rank{worker.rank}"
+                worker.config.model,
+                worker.config.rollout,
+                self._template_kwargs,
+                name=f"rank{worker.rank}",
+                image_limits=self._image_limits,
             )
         return self._runner
 

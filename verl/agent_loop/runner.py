@@ -26,11 +26,12 @@ from verl.agent_loop.carry import CutOff, Tape
 from verl.agent_loop.conversation import HistoryRewritten
 from verl.agent_loop.rows import PLAYER
 from verl.agent_loop.trace import SpanExporter, Trace, TraceWriter
+from verl.data.images import ImageReader
 from verl.errors import ConfigError, DataError, LostProcessError, RolloutError
 from verl.interactions.base import load_interactions
 from verl.tools.loading import load_tools
 from verl.tools.toolbox import ToolLimits
-from verl.utils.tokenizer import load_tokenizer
+from verl.utils.tokenizer import load_processor, load_tokenizer
 from verl.workers.rollout.base import Completion, GenerationRequest
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from verl.tools.base_tool import BaseTool
 
 logger = logging.getLogger(__name__)
+
+#: fewest and most pixels of an image, ``data.image_min_pixels`` and ``image_max_pixels``
+ImageLimits = tuple[int | None, int | None]
 
 #: how long a trajectory that is given up may take to clean up
 _GRACE_S = 30.0
@@ -58,6 +62,7 @@ class AgentLoopRunner:
         template_kwargs: ``data.apply_chat_template_kwargs``.
         tools: by name; None loads those that the configuration names.
         name: of this process among those that run agent loops, for the file of traces.
+        image_reader: opens images as the policy reads them; None where it reads none.
 
     Raises:
         ConfigError: an agent loop, tool or format does not exist or cannot work with this tokenizer.
@@ -71,7 +76,9 @@ class AgentLoopRunner:
         template_kwargs: Mapping[str, Any] | None = None,
         tools: Mapping[str, BaseTool] | None = None,
         name: str = "0",
+        image_reader: ImageReader | None = None,
     ) -> None:
+        self.image_reader = image_reader
         multi_turn = config.multi_turn
         self.config = config
         self.tokenizer = tokenizer
@@ -112,7 +119,7 @@ class AgentLoopRunner:
             ConfigError: a row names an agent loop that does not exist.
             LostProcessError: no rollout server is there to sample from.
         """
-        specs = [self._loop(str(row.fields.get("agent_name") or self.default)) for row in rows]
+        specs = [self._loop_of(row) for row in rows]
         meter = _Meter(generator)
         places = asyncio.Semaphore(self.config.agent.max_concurrent)
 
@@ -175,6 +182,16 @@ class AgentLoopRunner:
         for tool in self.tools.values():
             tool.close()
 
+    def _loop_of(self, row: Row) -> LoopSpec:
+        name = str(row.fields.get("agent_name") or self.default)
+        spec = self._loop(name)
+        if row.fields.get("images") is not None and not getattr(spec.cls, "reads_images", False):
+            raise ConfigError(
+                f"agent loop {name!r} reads text alone and trajectory {row.session} has images; use a loop that reads "
+                "them (single_turn_agent, tool_agent, or your own with reads_images = True), or leave the images out"
+            )
+        return spec
+
     def _loop(self, name: str) -> LoopSpec:
         spec = find_loop(name, self.loops)
         if name not in self._checked:
@@ -209,6 +226,7 @@ class AgentLoopRunner:
             tool_limits=self.limits,
             interactions=self.interactions,
             template_kwargs=self.template_kwargs,
+            image_reader=self.image_reader,
         )
         aborted, why = None, ""
         outputs = self._nothing(spec, row)
@@ -303,11 +321,21 @@ def longest_run_s(agent: AgentConfig, rows: int, *, stops: bool = False) -> floa
 
 
 def build_runner(
-    model: ModelConfig, rollout: RolloutConfig, template_kwargs: Mapping[str, Any], *, name: str
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    template_kwargs: Mapping[str, Any],
+    *,
+    name: str,
+    image_limits: ImageLimits | None = None,
 ) -> AgentLoopRunner:
-    """The runner of a process, with the policy's tokenizer."""
+    """The runner of a process, with the policy's tokenizer and, unless ``image_limits`` is None, its image reader."""
     tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
-    return AgentLoopRunner(rollout, tokenizer, template_kwargs=template_kwargs, name=name)
+    reader = None
+    if image_limits is not None:
+        processor = load_processor(str(model.path), model.trust_remote_code)
+        if hasattr(processor, "image_processor"):
+            reader = ImageReader(processor, min_pixels=image_limits[0], max_pixels=image_limits[1])
+    return AgentLoopRunner(rollout, tokenizer, template_kwargs=template_kwargs, name=name, image_reader=reader)
 
 
 async def _run(spec: LoopSpec, context: AgentContext, row: Row) -> list[AgentLoopOutput]:

@@ -12,9 +12,11 @@ from verl.agent_loop.ledger import TokenLedger
 class SingleTurnAgentLoop(AgentLoopBase):
     """Answers each prompt once: the same tokens as generation without agent loops."""
 
+    reads_images = True
+
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Sample one response to ``raw_prompt_ids``."""
         ledger = TokenLedger(list(kwargs["raw_prompt_ids"]))
-        completion = await self.generate(ledger.prompt_ids, sampling_params)
+        completion = await self.generate(ledger.prompt_ids, sampling_params, images=kwargs.get("images"))
         ledger.append_sampled(completion)
         return AgentLoopOutput.from_ledger(ledger, overlong=completion.finish_reason == "length")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from verl.data.chat import Message, encode, render
+from verl.data.chat import Message, encode, render, texts_of, with_texts
 from verl.errors import DataError, RolloutError
 from verl.tools.parsers import Piece
 
@@ -135,11 +135,11 @@ class ChatTemplater:
             messages = _without_tools(messages)
             text = self.text(messages)
         others = [n for n, message in enumerate(messages) if n >= ours and message["role"] != "assistant"]
-        words = [str(messages[n].get("content") or "") for n in others]
+        words = [text for n in others for text in texts_of(messages[n])]
 
         def with_marks(marks: Sequence[str]) -> str:
-            holes = dict(zip(others, marks, strict=True))
-            return self.text([{**m, "content": holes[n]} if n in holes else m for n, m in enumerate(messages)])
+            left = iter(marks)
+            return self.text([with_texts(m, left) if n in others else m for n, m in enumerate(messages)])
 
         return Continuation(self._encode(text, self._literals(words, text, with_marks)), text)
 
@@ -172,10 +172,11 @@ class ChatTemplater:
     def _behind_turn(self, history: Sequence[Message], added: Sequence[Message]) -> tuple[str, Spans]:
         """The text behind the model's turn, and the spans in it that hold the added messages' own words."""
         text = self._behind_mark([*history, _TURN, *added], add_generation_prompt=True)
-        words = [str(message.get("content") or "") for message in added]
+        words = [text for message in added for text in texts_of(message)]
 
         def with_marks(marks: Sequence[str]) -> str:
-            holes = [{**message, "content": mark} for message, mark in zip(added, marks, strict=True)]
+            left = iter(marks)
+            holes = [with_texts(message, left) for message in added]
             return self._behind_mark([*history, _TURN, *holes], add_generation_prompt=True)
 
         return text, self._literals(words, text, with_marks)
@@ -225,8 +226,15 @@ class ChatTemplater:
 
 
 def as_user(messages: Sequence[Message]) -> Message:
-    """One message of the user with the words of several others."""
-    return {"role": "user", "content": "\n".join(str(message.get("content") or "") for message in messages)}
+    """One message of the user with the words, and images, of several others."""
+    if all(isinstance(message.get("content"), str | None) for message in messages):
+        return {"role": "user", "content": "\n".join(text for message in messages for text in texts_of(message))}
+    parts: list[dict[str, str]] = []
+    for message in messages:
+        content = message.get("content")
+        own = list(content) if isinstance(content, list | tuple) else [{"type": "text", "text": str(content or "")}]
+        parts += [{"type": "text", "text": "\n"}, *own] if parts else own
+    return {"role": "user", "content": parts}
 
 
 def _without_tools(messages: Sequence[Message]) -> list[Message]:

@@ -13,6 +13,7 @@ from verl.agent_loop.partner import Partner
 from verl.data.chat import as_messages
 from verl.errors import DataError
 from verl.interactions.base import choose
+from verl.models.vision import joined
 from verl.tools.parsers import PARSERS, BrokenCall, ToolCall
 from verl.tools.toolbox import ToolBox, ToolResult
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from verl.config import RolloutConfig
+    from verl.models.vision import PromptImages
 
 #: row argument with the names of the tools that a row may use
 TOOLS_OF_ROW = "tool_selection"
@@ -35,6 +37,8 @@ class ToolAgentLoop(AgentLoopBase):
     call and nobody else answers, at ``max_assistant_turns``, at
     ``max_user_turns``, and when the response length is used up; an answer that does not fit any more is left out.
     """
+
+    reads_images = True
 
     def __init__(self, context: AgentContext, **settings: Any) -> None:
         super().__init__(context, **settings)
@@ -56,6 +60,7 @@ class ToolAgentLoop(AgentLoopBase):
             session=context.session,
             tools_kwargs=kwargs.get("tools_kwargs"),
             note=context.trace.called,
+            image_reader=context.image_reader,
         )
         about = kwargs.get("interaction_kwargs")
         partner = Partner(
@@ -66,7 +71,8 @@ class ToolAgentLoop(AgentLoopBase):
             trace=context.trace,
         )
         try:
-            conversation = self.begin(await partner.start(messages_of_row(kwargs.get("raw_prompt"))), tools)
+            messages = await partner.start(messages_of_row(kwargs.get("raw_prompt")))
+            conversation = self.begin(messages, tools, kwargs.get("images"))
             scores = await self.converse(conversation, toolbox, partner, sampling_params)
             scores.trajectory = await toolbox.rewards()
         finally:
@@ -88,7 +94,7 @@ class ToolAgentLoop(AgentLoopBase):
             scores.begin_turn(partner.state)
             calls = parser.parse(text).calls
             last = self.multi_turn.out_of_turns(len(scores.tools)) or conversation.room < 1
-            pieces = None
+            pieces, images = None, None
             if calls:
                 if last:
                     return scores
@@ -96,13 +102,14 @@ class ToolAgentLoop(AgentLoopBase):
                 scores.tools[-1] = sum(result.reward for result in results)
                 messages = [_as_message(call, result) for call, result in zip(calls, results, strict=True)]
                 pieces = parser.render_answers(messages)
+                images = joined([result.images for result in results])
                 partner.state = None
             else:
                 done, words, scores.partner[-1] = await partner.answer(conversation.messages)
                 if done or last:
                     return scores
                 messages = [{"role": "user", "content": words}]
-            if not conversation.add(messages, pieces):
+            if not conversation.add(messages, pieces, images):
                 self.context.trace.count("truncated")
                 return scores
 
@@ -118,13 +125,19 @@ class ToolAgentLoop(AgentLoopBase):
             )
         return {name: self.context.tools[name] for name in chosen}
 
-    def begin(self, messages: list[dict[str, Any]], tools: dict[str, Any]) -> Conversation:
+    def begin(
+        self, messages: list[dict[str, Any]], tools: dict[str, Any], images: PromptImages | None = None
+    ) -> Conversation:
         """The conversation with its prompt."""
-        return open_conversation(self.context, messages, [tool.tool_schema.for_template() for tool in tools.values()])
+        schemas = [tool.tool_schema.for_template() for tool in tools.values()]
+        return open_conversation(self.context, messages, schemas, images=images)
 
     async def speak(self, conversation: Conversation, sampling_params: dict[str, Any]) -> str:
         """Let the model take its turn."""
-        completion = await self.generate(conversation.ledger.context, sampling_params, max_tokens=conversation.room)
+        ledger = conversation.ledger
+        completion = await self.generate(
+            ledger.context, sampling_params, max_tokens=conversation.room, images=ledger.images
+        )
         return conversation.add_sampled(completion)
 
     async def answers(self, toolbox: ToolBox, calls: Sequence[ToolCall | BrokenCall]) -> list[ToolResult]:
@@ -205,11 +218,15 @@ def messages_of_row(raw_prompt: Any) -> list[dict[str, Any]]:
     """
     if raw_prompt is None:
         raise DataError("agents need the chat messages of prompts; set data.return_raw_chat=True")
-    return as_messages(raw_prompt)
+    return as_messages(raw_prompt, parts=True)
 
 
 def _as_message(call: ToolCall | BrokenCall, result: ToolResult) -> dict[str, Any]:
-    return {"role": "tool", "name": call.name or "unknown", "content": result.text}
+    content: Any = result.text
+    if result.images is not None:
+        content = [{"type": "image"} for _ in result.images.keys]
+        content += [{"type": "text", "text": result.text}] if result.text else []
+    return {"role": "tool", "name": call.name or "unknown", "content": content}
 
 
 async def _ready(result: ToolResult) -> ToolResult:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl.agent_loop.base import TokenGenerator
-from verl.agent_loop.runner import build_runner
+from verl.agent_loop.runner import ImageLimits, build_runner
 from verl.models.loading import import_external_lib
 from verl.protocol import DataProto
 from verl.utils.logging import setup_logging
@@ -25,6 +25,7 @@ class AgentLoopWorker:
         template_kwargs: ``data.apply_chat_template_kwargs``.
         seed: seed of the run.
         name: of this process, for logs and the file of traces.
+        image_limits: ``data.image_min_pixels`` and ``image_max_pixels`` where images may be shown, else None.
     """
 
     def __init__(
@@ -35,11 +36,12 @@ class AgentLoopWorker:
         template_kwargs: Mapping[str, Any],
         seed: int,
         name: str,
+        image_limits: ImageLimits | None = None,
     ) -> None:
         setup_logging(name)
         import_external_lib(model.external_lib)
         self.seed = seed
-        self.runner = build_runner(model, rollout, template_kwargs, name=name)
+        self.runner = build_runner(model, rollout, template_kwargs, name=name, image_limits=image_limits)
 
     async def run(self, prompts: DataProto, generator: TokenGenerator, *, pad_token_id: int) -> Any:
         """Run one trajectory for each row.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,6 +59,23 @@ def _part(value: Any, number: int) -> dict[str, str]:
         f"message {number} has the part {_short(value)}; expected {{'type': 'text', 'text': ...}} or "
         "{'type': 'image'}, with the images themselves in their column"
     )
+
+
+def texts_of(message: Mapping[str, Any]) -> list[str]:
+    """The texts in a message: its content, or the text parts of it."""
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        return [part["text"] for part in content if part["type"] == "text"]
+    return [str(content or "")]
+
+
+def with_texts(message: Mapping[str, Any], texts: Iterator[str]) -> Message:
+    """The message with the next texts in place of :func:`texts_of` it."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return {**message, "content": next(texts)}
+    parts = [{**part, "text": next(texts)} if part["type"] == "text" else part for part in content]
+    return {**message, "content": parts}
 
 
 def render(

@@ -48,7 +48,6 @@ def with_image_parts(messages: Sequence[Message], count: int) -> list[Message]:
         DataError: there are more or fewer marks than images.
     """
     out: list[Message] = []
-    marks = 0
     for message in messages:
         content = message["content"]
         if isinstance(content, str) and MARK in content:
@@ -59,9 +58,8 @@ def with_image_parts(messages: Sequence[Message], count: int) -> list[Message]:
                 if text:
                     parts.append({"type": "text", "text": text})
             content = parts
-        if not isinstance(content, str):
-            marks += sum(part["type"] == "image" for part in content)
         out.append({**message, "content": content})
+    marks = image_parts(out)
     if marks != count:
         raise DataError(
             f"the messages have {marks} place(s) for images ({MARK} marks, or parts of type 'image') and the row has "
@@ -180,15 +178,7 @@ class ImageReader:
         Raises:
             DataError: the chat template wrote another number of placeholders than there are images.
         """
-        counts = (grid_thw.prod(-1) // self.processor.merge_size**2).tolist()
-        found = sum(token == self.token_id for token in token_ids)
-        if found != len(counts):
-            raise DataError(
-                f"the chat template wrote {found} image token(s) (id {self.token_id}) for {len(counts)} image(s); use "
-                "the template of the vision-language model, and keep its image token out of texts"
-            )
-        following = iter(counts)
-        return [next(following) if token == self.token_id else 1 for token in token_ids]
+        return copies_of(token_ids, self.token_id, (grid_thw.prod(-1) // self.processor.merge_size**2).tolist())
 
     def expand(self, token_ids: Sequence[int], grid_thw: Tensor) -> list[int]:
         """Token ids with one placeholder for each feature of an image instead of one for each image.
@@ -197,6 +187,28 @@ class ImageReader:
             DataError: as :meth:`copies`.
         """
         return repeated(token_ids, self.copies(token_ids, grid_thw))
+
+
+def copies_of(token_ids: Sequence[int], token_id: int, counts: Sequence[int]) -> list[int]:
+    """How often each token is to stand: the n-th ``token_id`` ``counts[n]`` times, all others once.
+
+    Raises:
+        DataError: there are more or fewer of them than counts.
+    """
+    found = sum(token == token_id for token in token_ids)
+    if found != len(counts):
+        raise DataError(
+            f"the chat template wrote {found} image token(s) (id {token_id}) for {len(counts)} image(s); use the "
+            "template of the vision-language model, and keep its image token out of texts"
+        )
+    following = iter(counts)
+    return [next(following) if token == token_id else 1 for token in token_ids]
+
+
+def image_parts(messages: Sequence[Message]) -> int:
+    """How many images messages show."""
+    contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
+    return sum(part["type"] == "image" for content in contents for part in content)
 
 
 def repeated(values: Sequence[int], copies: Sequence[int]) -> list[int]:

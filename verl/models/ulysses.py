@@ -6,6 +6,8 @@ all-to-all exchanges trade stretches for heads: a rank then has all T tokens of 
 attention of packed rows on them, shared prompts included, and trades back. After the model each rank computes the
 results (log-probs, entropies, values) that its own tokens predict, and an all-gather gives every rank all of them.
 
+Images go through the vision tower on every rank of the group; each takes the features that its tokens stand for.
+
 Every rank of the group then computes the same loss. In the backward pass it follows its own results only; the sum of
 the ranks' gradients is the whole one. Gradient reduction averages over all ranks, so the part of each is scaled up by
 the group's size.
@@ -144,7 +146,7 @@ def split_sequence(layout: RowLayout, group: SequenceGroup) -> RowLayout:
     start = group.rank * stretch
 
     def cut(values: Tensor, fill: int) -> Tensor:
-        return pad(values, (0, stretch * group.size - total), value=fill)[:, start : start + stretch].contiguous()
+        return pad(values, (0, stretch * group.size - total), value=fill)[..., start : start + stretch].contiguous()
 
     layout.plan.share(group, total)
     results = Spread(layout.predict_index, total, group)
@@ -158,6 +160,7 @@ def split_sequence(layout: RowLayout, group: SequenceGroup) -> RowLayout:
         targets=results.take(layout.targets),
         last_index=layout.last_index if last is None else last.index,
         tokens=stretch,
+        images=None if layout.images is None else layout.images.part(start, start + stretch),
         spread=results,
         last_spread=last,
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -127,7 +128,7 @@ class PromptImages:
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any] | None) -> PromptImages | None:
-        """From a row's ``multi_modal_inputs``; None where it has no image.
+        """From a row's ``multi_modal_inputs``, whose patches may be in several pieces; None where it has no image.
 
         Raises:
             DataError: it holds something else than images.
@@ -139,7 +140,9 @@ class PromptImages:
                 f"multi_modal_inputs of a row holds {sorted(inputs)}; models here read pixel_values and image_grid_thw "
                 f"(and {STARTS}, where an image's placeholders are not the next ones)"
             )
-        pixels = torch.as_tensor(inputs["pixel_values"]).float().contiguous()
+        pixels = inputs["pixel_values"]
+        pixels = torch.cat(pixels) if isinstance(pixels, list | tuple) else torch.as_tensor(pixels)
+        pixels = pixels.float().contiguous()
         grid = torch.as_tensor(inputs["image_grid_thw"]).long().contiguous()
         patches = int(grid.prod(-1).sum()) if grid.dim() == 2 else -1
         if pixels.dim() != 2 or patches != pixels.shape[0]:
@@ -152,6 +155,16 @@ class PromptImages:
         starts = inputs.get(STARTS)
         return cls(pixels, grid, keys, None if starts is None else tuple(torch.as_tensor(starts).tolist()))
 
+    def followed_by(self, more: PromptImages) -> PromptImages:
+        """These and further images of the row; with their places if both have them."""
+        placed = self.starts is not None and more.starts is not None
+        return PromptImages(
+            torch.cat([self.pixel_values, more.pixel_values]),
+            torch.cat([self.grid_thw, more.grid_thw]),
+            self.keys + more.keys,
+            (*(self.starts or ()), *(more.starts or ())) if placed else None,
+        )
+
     def behind(self, count: int) -> PromptImages:
         """The images that follow the first ``count``."""
         patches = int(self.grid_thw[:count].prod(-1).sum())
@@ -163,6 +176,12 @@ def _digest(grid: Tensor, pixels: Tensor) -> str:
     digest = hashlib.blake2b(grid.numpy().tobytes(), digest_size=16)
     digest.update(pixels.numpy().data)
     return digest.hexdigest()
+
+
+def joined(images: Sequence[PromptImages | None]) -> PromptImages | None:
+    """All images, one after the other; None where there are none."""
+    there = [one for one in images if one is not None]
+    return reduce(PromptImages.followed_by, there) if there else None
 
 
 def prompt_images(rows: Sequence[Mapping[str, Any] | None]) -> list[PromptImages | None]:
@@ -260,16 +279,24 @@ class ImageInputs:
         pixel_values: (patches, numbers of a patch).
         grid_thw: (images, 3).
         index: (M,) places of the placeholders in the flattened tokens, in the order of the features.
+        mine: (M,) which features these are, where another rank has the places of the others; None: all features.
     """
 
     pixel_values: Tensor
     grid_thw: Tensor
     index: Tensor
+    mine: Tensor | None = None
 
     def to(self, device: torch.device) -> ImageInputs:
         """The same on ``device``."""
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in ("pixel_values", "index")}
-        return replace(self, **moved, grid_thw=self.grid_thw.to(device))
+        mine = None if self.mine is None else self.mine.to(device, non_blocking=True)
+        return replace(self, **moved, grid_thw=self.grid_thw.to(device), mine=mine)
+
+    def part(self, start: int, stop: int) -> ImageInputs:
+        """For a stretch of the tokens: the features that have their place in it."""
+        (mine,) = ((self.index >= start) & (self.index < stop)).nonzero(as_tuple=True)
+        return replace(self, index=self.index[mine] - start, mine=mine)
 
 
 def joined_images(images: Sequence[PromptImages], index: np.ndarray) -> ImageInputs:
@@ -319,6 +346,8 @@ def embed(backbone: Any, tokens: ImageTokens, input_ids: Tensor, images: ImageIn
         return embeds + torch.where(never, features.sum().to(embeds.dtype), embeds.new_zeros(()))
     flat = embeds.flatten(0, 1)
     features = _features(backbone, images.pixel_values, images.grid_thw).to(flat.dtype)
+    if images.mine is not None:
+        features = features[images.mine]
     return flat.index_copy(0, images.index, features).view_as(embeds)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.errors import ConfigError
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
@@ -21,7 +21,13 @@ class BaseTool:
         config: the tool's settings from the tool file. These are read for every tool: ``timeout_s`` (of a call),
             ``max_rpm`` (calls started per minute and process) and ``max_concurrent`` (calls at the same time).
         tool_schema: how the tool is described to the model; None takes :meth:`get_openai_tool_schema`.
+
+    Attributes:
+        images_optional: where the model reads no images, the text of an answer with images is shown alone; otherwise
+            the model is told that it cannot be shown.
     """
+
+    images_optional: ClassVar[bool] = False
 
     def __init__(self, config: Mapping[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         self.config = dict(config or {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import base64
 import concurrent.futures
 import logging
 import threading
@@ -139,6 +140,8 @@ class MCPTool(BaseTool):
     settings are those of :class:`MCPConnection` and of :class:`~verl.tools.base_tool.BaseTool`.
     """
 
+    images_optional = True
+
     def __init__(
         self, config: Mapping[str, Any], tool_schema: OpenAIFunctionToolSchema, connection: MCPConnection
     ) -> None:
@@ -177,13 +180,14 @@ class MCPTool(BaseTool):
         """
         result = await self.connection.call(self.name, {**parameters, **kwargs})
         parts = [part for part in result.content if getattr(part, "type", "") == "text"]
-        others = [str(getattr(part, "type", "?")) for part in result.content if getattr(part, "type", "") != "text"]
+        images = [base64.b64decode(part.data) for part in result.content if getattr(part, "type", "") == "image"]
+        others = [str(getattr(part, "type", "?")) for part in result.content if part not in parts]
         text = "\n".join(part.text for part in parts)
         if result.is_error:
             raise RolloutError(text or "the tool failed without a message")
-        if others and not parts:
-            return ToolResponse(image=others), None, {}
-        return ToolResponse(text=text), None, {}
+        if others and not parts and not images:
+            raise RolloutError(f"the answer is of type {', '.join(others)}; text and images can be shown")
+        return ToolResponse(text=text, image=images), None, {}
 
     def close(self) -> None:
         """End the connection, which all tools of the server share."""

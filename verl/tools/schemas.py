@@ -90,8 +90,9 @@ class ToolResponse(BaseModel):
 
     Attributes:
         text: what the model is shown.
-        image: images; this version trains on text and shows none.
-        video: videos, likewise.
+        image: images that the model is shown before the text, each bytes, a path, a PIL image or a mapping with one of
+            them; for models that read images.
+        video: videos, which are not shown.
     """
 
     text: str | None = None

@@ -7,11 +7,17 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from verl.errors import DataError
+from verl.models.vision import PromptImages
 from verl.rewards.rate import RateLimiter
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import ToolResponse
+
+if TYPE_CHECKING:
+    from verl.data.images import ImageReader
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +36,15 @@ class ToolResult:
     Attributes:
         text: what the model is shown; begins with ``Error:`` after a failure.
         reward: what the tool gave for the call.
-        failure: ``unknown_tool``, ``bad_arguments``, ``exception``, ``timeout`` or ``not_text``; None after success.
+        failure: ``unknown_tool``, ``bad_arguments``, ``exception``, ``timeout``, ``not_text`` or ``bad_image``; None
+            after success.
+        images: that it is shown before the text.
     """
 
     text: str
     reward: float = 0.0
     failure: str | None = None
+    images: PromptImages | None = None
 
 
 @dataclass
@@ -87,6 +96,7 @@ class ToolBox:
         tools_kwargs: the row's arguments: ``{tool: {create_kwargs, execute_kwargs, calc_reward_kwargs,
             release_kwargs}}``.
         note: called after each call, see :data:`Note`.
+        image_reader: opens images as the policy reads them; None where it reads text alone.
     """
 
     def __init__(
@@ -97,7 +107,9 @@ class ToolBox:
         session: str,
         tools_kwargs: Mapping[str, Any] | None = None,
         note: Note | None = None,
+        image_reader: ImageReader | None = None,
     ) -> None:
+        self.image_reader = image_reader
         self.tools = tools
         self.limits = limits
         self.session = session
@@ -134,7 +146,7 @@ class ToolBox:
                     deadline.reschedule(asyncio.get_running_loop().time() + limit)
                     await self._create(tool)
                     answer = await tool.execute(self.session, dict(arguments), **self._of(name, "execute_kwargs"))
-            return self._result(answer)
+                return await self._result(tool, answer)
         except TimeoutError as error:
             if not deadline.expired():  # the tool's own
                 return self._raised(tool, error)
@@ -158,17 +170,26 @@ class ToolBox:
             self._created[tool.name] = asyncio.ensure_future(create())
         await asyncio.shield(self._created[tool.name])
 
-    def _result(self, answer: Any) -> ToolResult:
+    async def _result(self, tool: BaseTool, answer: Any) -> ToolResult:
         response, reward, _ = answer if isinstance(answer, tuple) else (answer, 0.0, {})
         text = response.text if isinstance(response, ToolResponse) else response
         reward = 0.0 if reward is None else float(reward)
         if isinstance(text, bytes | bytearray):
             return ToolResult(f"Error: the answer is {len(text)} bytes of binary data, not text", reward, "not_text")
-        if isinstance(response, ToolResponse) and (response.image or response.video):
+        shown = response.image if isinstance(response, ToolResponse) else None
+        if isinstance(response, ToolResponse) and response.video:
+            return ToolResult("Error: the answer has videos, and only text and images can be shown", reward, "not_text")
+        if shown and self.image_reader is None and not (tool.images_optional and text):
             return ToolResult("Error: the answer has images, and only text can be shown", reward, "not_text")
+        images = None
+        if shown and self.image_reader is not None:
+            try:
+                images = PromptImages.of(await asyncio.to_thread(self.image_reader.read, shown, Path.cwd()))
+            except DataError as error:
+                return ToolResult(f"Error: {self.limits.shown(str(error))}", reward, "bad_image")
         if text is not None and not isinstance(text, str):
             return ToolResult(f"Error: the answer is of type {type(text).__name__}, not text", reward, "not_text")
-        return ToolResult(self.limits.shown(text or ""), reward)
+        return ToolResult(self.limits.shown(text or ""), reward, images=images)
 
     async def rewards(self) -> dict[str, float]:
         """What each tool that was used says of the whole trajectory."""

@@ -16,15 +16,10 @@ def engine_problems(path: str, section: Any) -> Iterator[str]:
 
     Args:
         path: of the section in the configuration.
-        section: has ``strategy`` and ``fsdp_config``.
+        section: has ``strategy``.
     """
     if section.strategy == "megatron":
         yield f"{path}.strategy=megatron: trains on text alone; use fsdp2"
-    elif section.fsdp_config.ulysses_sequence_parallel_size > 1:
-        yield (
-            f"{path}.fsdp_config.ulysses_sequence_parallel_size={section.fsdp_config.ulysses_sequence_parallel_size}: "
-            "does not cut sequences with images; use 1"
-        )
 
 
 def model_problems(models: Mapping[str, ModelConfig]) -> Iterator[str]:

@@ -33,8 +33,10 @@ from verl.config import (
     RefConfig,
     RewardModelConfig,
 )
-from verl.errors import ConfigError, WeightSyncError
-from verl.models.loading import import_external_lib
+from verl.data.images import copies_of, image_parts, repeated
+from verl.errors import ConfigError, DataError, WeightSyncError
+from verl.models.loading import import_external_lib, load_hf_config
+from verl.models.vision import ImageTokens
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -47,7 +49,7 @@ from verl.utils.seeding import derive_seed, set_seed, use_deterministic_algorith
 from verl.utils.tokenizer import load_tokenizer
 from verl.workers.engine.base import MicroBatching, TrainEngine
 from verl.workers.engine.batching import MINI_BATCH_ROWS
-from verl.workers.engine.images import engine_rows
+from verl.workers.engine.images import COLUMN, engine_rows, prompt_parts, with_images
 from verl.workers.losses import actor_loss, critic_loss, implicit_reward_model_loss
 from verl.workers.memory import METER
 from verl.workers.rollout import get_rollout_class
@@ -600,6 +602,7 @@ class RewardModelWorker(RoleWorker):
         self.max_length = config.max_length or max_length
         model = config.model
         self.tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+        self.image_tokens = ImageTokens.of(load_hf_config(model))
         self.policy_tokenizer = load_tokenizer(
             policy_model.tokenizer_path or policy_model.path, trust_remote_code=policy_model.trust_remote_code
         )
@@ -619,7 +622,11 @@ class RewardModelWorker(RoleWorker):
         """``rm_scores`` (B,R): the model's score of each conversation, on the last token of the response.
 
         Args:
-            data: ``responses``, ``response_mask`` (B,R), ``attention_mask`` and the chat ``raw_prompt`` (B,).
+            data: ``responses``, ``response_mask`` (B,R), ``attention_mask``, the chat ``raw_prompt`` (B,) and, where
+                prompts have images, ``multi_modal_inputs``.
+
+        Raises:
+            DataError: a conversation with images is longer than ``max_length``.
         """
         batch = data.batch
         width = batch["responses"].shape[1]
@@ -632,24 +639,24 @@ class RewardModelWorker(RoleWorker):
             [*prompt, {"role": "assistant", "content": text}]
             for prompt, text in zip(data.non_tensor_batch["raw_prompt"], texts, strict=True)
         ]
+        column = list(data.non_tensor_batch.get(COLUMN, [None] * len(chats)))
+        images = prompt_parts(column, [image_parts(prompt) for prompt in data.non_tensor_batch["raw_prompt"]])
+        rows = with_images(self._tokenize(chats, images), images)
         with self.engine.resident(optimizer=False):
-            scores = self.engine.forward(
-                self._tokenize(chats), frozenset({"scores"}), micro=MicroBatching(*self.config.micro_batch())
-            )["scores"].cpu()
+            scores = self.engine.forward(rows, frozenset({"scores"}), micro=MicroBatching(*self.config.micro_batch()))[
+                "scores"
+            ].cpu()
         rm_scores = torch.zeros_like(present, dtype=torch.float32)
         has_token = batch["response_mask"].bool().any(-1)
         # the last token that the policy itself made; an empty response has none and keeps 0
         last = (batch["response_mask"].bool() * torch.arange(1, width + 1)).argmax(-1)
-        rows = torch.nonzero(has_token).flatten()
-        rm_scores[rows, last[rows]] = scores[rows]
+        scored = torch.nonzero(has_token).flatten()
+        rm_scores[scored, last[scored]] = scores[scored]
         return DataProto.from_dict({"rm_scores": rm_scores})
 
-    def _tokenize(self, chats: list[list[dict[str, str]]]) -> TensorDict:
+    def _tokenize(self, chats: list[list[dict[str, Any]]], images: list[dict[str, Any] | None]) -> TensorDict:
         """Conversations as left-padded rows; too long ones lose their beginning, since the response is judged."""
-        rows = [
-            self.tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)[-self.max_length :]
-            for chat in chats
-        ]
+        rows = [self._token_ids(chat, shown) for chat, shown in zip(chats, images, strict=True)]
         width = max(map(len, rows))
         input_ids = torch.full((len(rows), width), self.tokenizer.pad_token_id, dtype=torch.int64)
         attention_mask = torch.zeros_like(input_ids)
@@ -666,6 +673,20 @@ class RewardModelWorker(RoleWorker):
             },
             batch_size=[len(rows)],
         )
+
+    def _token_ids(self, chat: list[dict[str, Any]], images: dict[str, Any] | None) -> list[int]:
+        ids: list[int] = self.tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
+        if images is None:
+            return ids[-self.max_length :]
+        assert self.image_tokens is not None  # checked at start-up
+        counts = self.image_tokens.counts(images["image_grid_thw"].numpy()).tolist()
+        ids = repeated(ids, copies_of(ids, self.image_tokens.token_id, counts))
+        if len(ids) > self.max_length:
+            raise DataError(
+                f"a conversation has {len(ids)} tokens of the reward model with those of its images, more than "
+                f"reward_model.max_length={self.max_length}, and is not cut; raise it"
+            )
+        return ids
 
 
 class ImplicitRewardWorker(TrainedModelWorker):

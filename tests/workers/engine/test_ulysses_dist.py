@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.models.families import make_batch, make_config
+from tests.models.family_checks import save_model
+from tests.models.images import image_batch
 from tests.workers.engine.ranks import run_ranks
 from tests.workers.engine.reference import (
     POLICY,
@@ -71,6 +73,30 @@ def check(
         for name, tensor in engine.named_tensors():
             torch.testing.assert_close(tensor, reference["params"][step][name], rtol=0, atol=2e-4)
     return engine
+
+
+def images_on(rank: int, model_dir: str, work: str) -> None:
+    """Images whose features lie on one rank, on both, and rows without any."""
+    reference = torch.load(f"{work}/images.pt")
+    engine = make_engine(model_dir, fsdp={"ulysses_sequence_parallel_size": 2}, checkpointing=True)
+    share = 6 // engine.layout.dp_size
+    lo = engine.layout.dp_rank * share
+    mine = image_batch()[0][lo : lo + share]
+    for micro in (WHOLE, MicroBatching(size=1)):
+        out = engine.forward(mine, POLICY, micro=micro, temperature=TEMPERATURE)
+        for name in POLICY:
+            torch.testing.assert_close(out[name], reference[name][lo : lo + share], rtol=1e-5, atol=1e-5)
+    values = engine.train_batch(mine, policy_loss, want=POLICY, micro=WHOLE, temperature=TEMPERATURE).values_by_name()
+    assert values["loss"] == pytest.approx(reference["loss"][0], rel=1e-5, abs=1e-6)
+    assert values["grad_norm"] == pytest.approx(reference["grad_norm"][0], rel=1e-5)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_rows_with_images(world: int, tmp_path: Path) -> None:
+    model_dir = save_model("qwen2_5_vl", tmp_path / "model")
+    batch, images = image_batch()
+    torch.save(run_reference(model_dir, dict(batch.items()), steps=1, images=images), tmp_path / "images.pt")
+    run_ranks(world, images_on, model_dir, str(tmp_path))
 
 
 def two_ranks(rank: int, model_dir: str, work: str) -> None:

@@ -16,7 +16,7 @@ from tests.workers.engine.reference import LOG_PROBS, make_engine
 from tests.workers.rollout.helpers import generate, hand_over, hf_rollout, loaded_engine, make_model, random_prompts
 from verl.agent_loop.batch import rows_from_batch
 from verl.config import RolloutConfig
-from verl.errors import DataError, RolloutError
+from verl.errors import RolloutError
 from verl.models.vision import PromptImages
 from verl.protocol import DataProto
 from verl.workers.engine.base import MicroBatching
@@ -86,17 +86,17 @@ def test_a_continued_completion_is_the_uninterrupted_one(engine: HFRolloutEngine
 
 def test_requests_of_a_batch_have_its_images() -> None:
     prompts, images = example_rows()
-    rows = pad_rows(prompts[2:5], [[5], [5], [5]])
+    padded = pad_rows(prompts[2:5], [[5], [5], [5]])
     batch = DataProto.from_dict(
-        {name: rows[name][:, :-1] for name in ("input_ids", "attention_mask")},
+        {name: padded[name][:, :-1] for name in ("input_ids", "attention_mask")},
         {"multi_modal_inputs": images[2:5]},
     )
     requests = requests_from_batch(batch.repeat(2), RolloutConfig(), seed=0, step=1, validate=False)
     assert [request.prompt_ids for request in requests[::2]] == prompts[2:5]
     assert [None if r.images is None else len(r.images.grid_thw) for r in requests] == [1, 1, 2, 2, None, None]
     assert requests[0].images is requests[1].images
-    with pytest.raises(DataError, match="agent loops read text alone and the prompts have images"):
-        rows_from_batch(batch, RolloutConfig(), seed=0, step=1, validate=False)
+    rows = rows_from_batch(batch, RolloutConfig(), seed=0, step=1, validate=False)
+    assert [row.fields["images"] and len(row.fields["images"].keys) for row in rows] == [1, 2, None]
 
 
 def test_images_travel_once_for_each_different_prompt() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import Subset
 
+from verl.agent_loop.base import find_loop, read_agent_loops
 from verl.algorithms.registry import fields_needed, get_adv_estimator_fn, is_prepared
-from verl.config import ModelConfig, PPOConfig
+from verl.config import ModelConfig, PPOConfig, RolloutConfig
 from verl.data.files import Rows
 from verl.errors import ConfigError, DataError
 from verl.models.loading import resolve_model_dir
@@ -103,13 +104,11 @@ def image_problems(config: PPOConfig) -> list[str]:
     if config.use_critic:
         trained["critic"] = config.critic
         models["critic.model.path"] = config.critic.model
-    if reward_model.implicit:
+    if reward_model.enable:
         trained["reward_model"] = reward_model
         models["reward_model.model.path"] = reward_model.model
-        if reward_model.ref_path:
-            models["reward_model.ref_path"] = replace(reward_model.model, path=reward_model.ref_path)
-    elif reward_model.enable:
-        problems.append("reward_model.enable=True: reward models read text alone; use a reward function")
+    if reward_model.implicit and reward_model.ref_path:
+        models["reward_model.ref_path"] = replace(reward_model.model, path=reward_model.ref_path)
     for path, part in trained.items():
         problems += engine_problems(path, part)
     problems += model_problems(models)
@@ -119,9 +118,7 @@ def image_problems(config: PPOConfig) -> list[str]:
             f"actor_rollout_ref.rollout.name={rollout.name}: is not given images; use {' or '.join(_IMAGE_ROLLOUTS)}"
         )
     if rollout.agent_loop is not None:
-        problems.append(
-            "actor_rollout_ref.rollout.agent: agent loops read text alone; answer prompts with images in one turn"
-        )
+        problems += _agent_problems(rollout)
     return problems
 
 
@@ -167,6 +164,22 @@ def check_reward_model(config: PPOConfig) -> None:
             f"reward_model.model.path={reward.model.path}: has no trained score head (score.weight), so it is no "
             "reward model and every score would be 0; train one with `verl preference objective=reward_model`, or "
             "set reward_model.kind=implicit for a language model that learns to judge"
+        )
+
+
+def _agent_problems(rollout: RolloutConfig) -> Iterator[str]:
+    """The same for agent loops."""
+    name = rollout.agent_loop or ""
+    loop = find_loop(name, read_agent_loops(rollout.agent.agent_loop_config_path)).cls
+    if not getattr(loop, "reads_images", False):
+        yield (
+            f"actor_rollout_ref.rollout.agent: agent loop {name!r} reads text alone; use single_turn_agent, "
+            "tool_agent, or one of your own with reads_images = True"
+        )
+    if rollout.multi_turn.on_history_rewrite == "fork":
+        yield (
+            "actor_rollout_ref.rollout.multi_turn.on_history_rewrite=fork: conversations with images are not forked; "
+            "use append or refuse"
         )
 
 

@@ -83,6 +83,13 @@ def user_import_paths() -> list[str]:
     return [path for path in dict.fromkeys(paths) if path not in own and os.path.dirname(path) not in own]
 
 
+def image_limits(config: PPOConfig) -> tuple[int | None, int | None] | None:
+    """Fewest and most pixels of the images that tools show; None where something in the run reads text alone."""
+    from verl.trainer.ppo.checks import image_problems
+
+    return None if image_problems(config) else (config.data.image_min_pixels, config.data.image_max_pixels)
+
+
 def role_classes(config: PPOConfig, device: str, total_steps: int, wrap: Any) -> dict[str, ClassWithInitArgs]:
     """The worker class of every role with its arguments.
 
@@ -110,6 +117,7 @@ def role_classes(config: PPOConfig, device: str, total_steps: int, wrap: Any) ->
     if section.rollout.agent_loop is not None and not served:
         worker = with_agent_loops(worker)
         extra["template_kwargs"] = config.data.apply_chat_template_kwargs
+        extra["image_limits"] = image_limits(config)
     policy = {"config": replace(section, actor=actor), "role": role, **extra}
     classes = {"actor_rollout": wrap(worker, **policy, **runtime)}
     if config.use_critic and trains:
@@ -256,6 +264,7 @@ def _servers(config: PPOConfig, device: str, trainers: WorkerGroup, pool: Any) -
             section.model,
             rollout,
             template_kwargs=config.data.apply_chat_template_kwargs,
+            image_limits=image_limits(config),
             seed=config.trainer.seed,
             environment=process_env(config, device),
         )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from verl import envs
 from verl.agent_loop.batch import CUT_OFF
-from verl.agent_loop.runner import longest_run_s
+from verl.agent_loop.runner import ImageLimits, longest_run_s
 from verl.agent_loop.worker import AgentLoopWorker
 from verl.config import ModelConfig, RolloutConfig
 from verl.errors import LostProcessError, RolloutError
@@ -45,6 +45,7 @@ class AgentLoopPool:
     Args:
         model, rollout: sections of the configuration.
         template_kwargs: ``data.apply_chat_template_kwargs``.
+        image_limits: ``data.image_min_pixels`` and ``image_max_pixels`` where images may be shown, else None.
         seed: seed of the run.
         environment: environment variables that each process starts with.
     """
@@ -55,11 +56,18 @@ class AgentLoopPool:
         rollout: RolloutConfig,
         *,
         template_kwargs: Mapping[str, Any],
+        image_limits: ImageLimits | None,
         seed: int,
         environment: Mapping[str, str],
     ) -> None:
         self.rollout = rollout
-        self._arguments = {"model": model, "rollout": rollout, "template_kwargs": dict(template_kwargs), "seed": seed}
+        self._arguments = {
+            "model": model,
+            "rollout": rollout,
+            "template_kwargs": dict(template_kwargs),
+            "image_limits": image_limits,
+            "seed": seed,
+        }
         self._env_vars = {**envs.set_in_environment(), **environment}
         self._workers: list[Any] = []
 

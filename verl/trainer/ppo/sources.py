@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from verl.agent_loop.batch import expand_extra
+from verl.agent_loop.batch import expand_extra, with_more_images
 from verl.agent_loop.rows import expand_rows, in_groups
 from verl.errors import CheckpointError, DataError
 from verl.protocol import DataProto
@@ -103,7 +103,7 @@ def with_answers(rows: DataProto, answers: DataProto) -> DataProto:
     """
     answers, origin = expand_rows(answers)
     answers = expand_extra(answers)
-    return rows.union(answers) if origin is None else in_groups(rows, answers, origin)
+    return with_more_images(rows.union(answers) if origin is None else in_groups(rows, answers, origin))
 
 
 class SyncSource:

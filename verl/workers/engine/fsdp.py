@@ -332,8 +332,6 @@ class FSDPEngine(TrainEngine):
             images=images_of(rows, self.module.image_tokens),
         )
         if self._sequence is not None:
-            if layout.images is not None:
-                raise ConfigError("ulysses_sequence_parallel_size > 1 does not work with images in prompts; use 1")
             layout = split_sequence(layout, self._sequence)
         return layout.to(self.device)
 

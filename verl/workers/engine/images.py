@@ -53,6 +53,23 @@ def with_images(rows: TensorDict, inputs: Sequence[Mapping[str, Any] | None]) ->
     return out
 
 
+def prompt_parts(inputs: Sequence[Mapping[str, Any] | None], counts: Sequence[int]) -> list[dict[str, Any] | None]:
+    """``multi_modal_inputs`` of the first ``counts`` images of each row; rows with the same object share the result."""
+    made: dict[tuple[int, int], dict[str, Any] | None] = {}
+    for row, count in zip(inputs, counts, strict=True):
+        key = (id(row), count)
+        if key not in made:
+            images = PromptImages.of(row) if count else None
+            made[key] = None
+            if images is not None:
+                patches = int(images.grid_thw[:count].prod(-1).sum())
+                made[key] = {
+                    "pixel_values": images.pixel_values[:patches],
+                    "image_grid_thw": images.grid_thw[:count],
+                }
+    return [made[id(row), count] for row, count in zip(inputs, counts, strict=True)]
+
+
 def has_images(rows: TensorDict) -> bool:
     """Whether there are images of the batch that these rows come from."""
     return NUMBER in rows.keys()  # noqa: SIM118 - a TensorDict iterates over rows
