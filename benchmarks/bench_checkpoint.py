@@ -55,6 +55,8 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=8, help="of each kind; one more is made to warm up")
     parser.add_argument("--directory", type=Path, help="where to write; default: the directory for temporary files")
     arguments = parser.parse_args()
+    if arguments.saves < 2:
+        parser.error("--saves must be at least 2: one number has no spread")
     with tempfile.TemporaryDirectory(dir=arguments.directory) as work:
         print(json.dumps(measure(arguments, Path(work))))
 

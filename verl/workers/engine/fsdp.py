@@ -66,7 +66,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TRAINED = frozenset({"model", "optimizer", "extra"})
-SAVE_NICENESS = 10  # of the thread that writes: on a machine without free cores the training goes first
 
 
 class FSDPEngine(TrainEngine):
@@ -401,7 +400,7 @@ class FSDPEngine(TrainEngine):
         if self._save_group is None and self.layout.world_size > 1:
             self._save_group = dist.new_group(backend="gloo")  # collectives of a thread must not mix with training's
         write = partial(state.write, snapshot, Path(path), self._save_group)
-        self._saving = BackgroundTask(write, name="verl-save", niceness=SAVE_NICENESS)
+        self._saving = BackgroundTask(write, name="verl-save")
         return self._saving
 
     def load(self, path: str | Path, contents: frozenset[str] = _TRAINED) -> None:

@@ -35,6 +35,7 @@ from verl.checkpoint.plain import PlainReader
 from verl.errors import CheckpointError
 from verl.models.loading import quiet_transformers, resolve_model_dir
 from verl.models.lora import LoraSettings, is_adapter_name, save_adapter
+from verl.utils.background import BackgroundTask
 from verl.utils.fs import format_bytes, free_bytes
 from verl.utils.seeding import plain_rng_state, set_plain_rng_state
 from verl.workers.engine.sharding import whole_tensor
@@ -51,6 +52,7 @@ FORMAT_VERSION = 1
 PARTS = ("model", "optimizer", "extra", "hf_model")
 MARKER = "engine.json"
 ADAPTER_DIR = "lora_adapter"
+_NICENESS = 5  # of the thread that writes a copy
 
 # Files of a model directory that belong to the tokenizer or to generation rather than to the weights.
 _COMPANION_PATTERNS = (
@@ -224,7 +226,11 @@ def _copied(part: str, tensors: dict[str, Tensor], engine: FSDPEngine, images: d
 
 def _write_image(image: ShardImage, path: Path, part: str, rank: int) -> None:
     (path / part).mkdir(exist_ok=True)
-    digests = image.write(path / part)
+    digests: dict[str, str] = {}
+    # A thread of its own, because who has stepped back may not step forward again, and a thread that has must not hold
+    # the interpreter lock for long: on a machine without free cores the training would wait for it.
+    task = BackgroundTask(lambda: digests.update(image.write(path / part)), name="verl-write", niceness=_NICENESS)
+    task.wait()
     record_checksums(path, f"{part}-{rank}", {f"{part}/{name}": digest for name, digest in digests.items()})
 
 
