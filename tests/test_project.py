@@ -90,3 +90,8 @@ def test_an_unsuitable_interpreter_is_refused_with_a_sentence(repo_root: Path, t
     assert done.returncode != 0
     assert "verl needs Python 3.11, 3.12 or 3.13. Install one, or name it: make PYTHON=" in done.stderr
     assert not (tmp_path / "venv").exists()
+
+
+def test_the_small_model_can_be_read_with_what_its_example_installs(repo_root: Path) -> None:
+    """Transformers asks for accelerate when it reads a GGUF file, and depends on it in an extra alone."""
+    assert {"gguf", "accelerate"} <= pins(repo_root / "requirements" / "smollm2.txt").keys()
