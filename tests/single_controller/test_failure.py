@@ -10,6 +10,7 @@ from verl.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    RolloutError,
     SchemaError,
     TrainingError,
     WeightSyncError,
@@ -36,14 +37,20 @@ def test_wrong_input_is_its_message_and_an_error_of_the_configuration(error: Exc
     assert (said.role, said.rank, said.method) == ("actor", 3, "init_model")
 
 
-@pytest.mark.parametrize("kind", [CheckpointError, TrainingError, WeightSyncError])
+@pytest.mark.parametrize("kind", [CheckpointError, RolloutError, TrainingError, WeightSyncError])
 def test_what_the_library_says_needs_no_traceback(kind: type[Exception]) -> None:
     said = report(kind("the disk is full"))
     assert not isinstance(said, ConfigError)
     assert str(said) == f"worker 'actor' rank 3 failed in init_model():\nverl.errors.{kind.__name__}: the disk is full"
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), SchemaError("no field 'y'")])
+def failed_engine() -> RolloutError:
+    error = RolloutError("the engine failed")
+    error.__cause__ = ValueError("inside of it")
+    return error
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), SchemaError("no field 'y'"), failed_engine()])
 def test_defects_keep_their_traceback(error: Exception) -> None:
     said = report(error)
     assert type(said) is WorkerError

@@ -9,6 +9,7 @@ from verl.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    RolloutError,
     SchemaError,
     TrainingError,
     WeightSyncError,
@@ -35,7 +36,8 @@ def worker_error(role: str, rank: int, method: str, error: Exception, caught_in:
     logger.debug("%s rank %d: %s() raised", role, rank, method, exc_info=error)
     if isinstance(error, ConfigError | DataError) and not isinstance(error, SchemaError):
         return WorkerInputError(role, rank, method, str(error))
-    if isinstance(error, CheckpointError | TrainingError | WeightSyncError):
+    said = isinstance(error, CheckpointError | TrainingError | WeightSyncError)
+    if said or (isinstance(error, RolloutError) and error.__cause__ is None):  # what an engine raised is shown whole
         return WorkerError(role, rank, method, "".join(traceback.format_exception_only(error)))
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == caught_in:
