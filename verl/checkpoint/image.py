@@ -173,10 +173,12 @@ class _Layout(dcp.StorageWriter):
         """Lay the file out; what fails here fails on every rank."""
         self.items = list(plan.items)
         self.name = str(plan.storage_data) if self.items else ""
+        known: dict[tuple[tuple[int, ...], torch.dtype], _Frame] = {}  # layers repeat the same shapes
         frames = []
         for item in self.items:
             tensor = _tensor_of(planner, item)
-            frames.append(_Frame.of(tuple(tensor.shape), tensor.dtype))
+            key = tuple(tensor.shape), tensor.dtype
+            frames.append(known.get(key) or known.setdefault(key, _Frame.of(*key)))
         starts = [0, *itertools.accumulate(-(-frame.nbytes // _ALIGNMENT) * _ALIGNMENT for frame in frames)]
         self.memory = HostMemory(starts[-1], pin=self._pin)
         self.places = [frame.put(self.memory, start) for frame, start in zip(frames, starts, strict=False)]

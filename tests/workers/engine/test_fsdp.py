@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,22 @@ def test_a_background_save_holds_the_state_of_its_moment(
             again.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE)  # the optimizer's state is right too
             results.append(parameters(again))
         assert_same(*results, atol=0)
+
+
+def test_the_call_of_a_background_save_only_copies(tiny_model_dir: str, tmp_path: Path) -> None:
+    """From the second on; in processor time of the calling thread, which other processes do not change."""
+    engine = make_engine(tiny_model_dir)
+    engine.start_save(tmp_path / "first", TRAINED).wait()
+    at_once, call = [], []
+    for number in range(3):
+        started = time.thread_time()
+        engine.save(tmp_path / f"at-once{number}", TRAINED)
+        at_once.append(time.thread_time() - started)
+        started = time.thread_time()
+        task = engine.start_save(tmp_path / f"beside{number}", TRAINED)
+        call.append(time.thread_time() - started)
+        task.wait()
+    assert min(call) < 0.5 * min(at_once)
 
 
 def test_two_background_saves_at_a_time_are_refused(
