@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -82,8 +83,8 @@ def cpu_seconds(run: Callable[[], int]) -> tuple[float, int]:
     return time.process_time() - start, tokens
 
 
-def bench(case: Case, repeats: int, names: Sequence[str]) -> dict[str, float]:
-    """Run one case with the engines called ``names``."""
+def build(case: Case, names: Sequence[str]) -> tuple[Any, dict[str, RolloutEngine]]:
+    """A random model and the engines called ``names`` with its weights."""
     torch.manual_seed(0)
     config = Qwen2Config(
         hidden_size=case.hidden,
@@ -119,20 +120,32 @@ def bench(case: Case, repeats: int, names: Sequence[str]) -> dict[str, float]:
 
     for engine in engines.values():
         asyncio.run(load(engine))
+    return model, engines
+
+
+def make_rows(case: Case) -> list[list[int]]:
+    """Random prompts, each as often as it is sampled."""
     generator = torch.Generator().manual_seed(1)
     low, high = case.prompt_lengths
     lengths = torch.randint(low, high + 1, (case.prompts,), generator=generator).tolist()
     prompts = [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
-    rows = [prompt for prompt in prompts for _ in range(case.samples)]
+    return [prompt for prompt in prompts for _ in range(case.samples)]
 
-    def run_engine(engine: RolloutEngine) -> int:
-        requests = [
-            GenerationRequest(row, SamplingParams(case.new_tokens, seed=i, ignore_eos=not case.stop), str(i))
-            for i, row in enumerate(rows)
-        ]
-        return sum(len(item.token_ids) for item in asyncio.run(engine.generate_many(requests)))
 
-    width = max(lengths)
+def run_engine(engine: RolloutEngine, case: Case, rows: Sequence[list[int]]) -> int:
+    """Generate for all rows; returns the number of tokens."""
+    requests = [
+        GenerationRequest(row, SamplingParams(case.new_tokens, seed=i, ignore_eos=not case.stop), str(i))
+        for i, row in enumerate(rows)
+    ]
+    return sum(len(item.token_ids) for item in asyncio.run(engine.generate_many(requests)))
+
+
+def bench(case: Case, repeats: int, names: Sequence[str]) -> dict[str, float]:
+    """Run one case with the engines called ``names``."""
+    model, engines = build(case, names)
+    rows = make_rows(case)
+    width = max(map(len, rows))
     input_ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
 
@@ -152,10 +165,10 @@ def bench(case: Case, repeats: int, names: Sequence[str]) -> dict[str, float]:
     best = dict.fromkeys(engines, (float("inf"), 0))
     run_generate()
     for engine in engines.values():
-        run_engine(engine)
+        run_engine(engine, case, rows)
     for _ in range(repeats):
         for name, engine in engines.items():
-            best[name] = min(best[name], cpu_seconds(lambda engine=engine: run_engine(engine)))
+            best[name] = min(best[name], cpu_seconds(lambda engine=engine: run_engine(engine, case, rows)))
         best_generate = min(best_generate, cpu_seconds(run_generate))
     generate_rate = best_generate[1] / best_generate[0]
     result = {"generate_cpu_s": best_generate[0], "generate_tokens_per_cpu_s": generate_rate}

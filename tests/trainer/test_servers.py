@@ -74,7 +74,8 @@ class Trainers:
 
         return Method()
 
-    def send(self, version: int, links: dict[int, WeightLink], again: bool) -> list[Any]:
+    def send(self, version: int, links: dict[int, WeightLink], again: bool, adapter_apart: bool) -> list[Any]:
+        assert not adapter_apart
         self.calls.append((version, again))
         return [self.worker.send.remote(version, links, again)]
 
