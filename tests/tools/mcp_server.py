@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
+from typing import Any
 
+import PIL.Image
 from mcp.server import MCPServer
+from mcp.server.mcpserver import Image
 
 server = MCPServer("tests")
 
@@ -28,6 +32,14 @@ def slow(seconds: float) -> str:
     """Wait."""
     time.sleep(seconds)
     return "done"
+
+
+@server.tool()
+def look() -> list[Any]:
+    """A red square."""
+    picture = io.BytesIO()
+    PIL.Image.new("RGB", (16, 16), (220, 30, 30)).save(picture, "PNG")
+    return ["red", Image(data=picture.getvalue(), format="png")]
 
 
 @server.tool()

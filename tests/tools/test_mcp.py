@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.fixtures.vision import make_image_processor, make_vision_tokenizer
+from verl.data.images import ImageReader
 from verl.errors import ConfigError
 from verl.tools.loading import load_tools
 from verl.tools.toolbox import ToolBox, ToolLimits, ToolResult
+from verl.utils.tokenizer import ImageTextProcessor
 
 pytest.importorskip("mcp")
 
@@ -73,6 +76,18 @@ def test_over_http(url: str, tmp_path: Path) -> None:
     assert list(tools) == ["add", "fail"]
     check(tools)
     tools["add"].close()
+
+
+def test_images_are_shown_to_models_that_read_them(url: str, tmp_path: Path) -> None:
+    tools = tools_of(tmp_path, url=url, tools=["look"])
+    assert call(tools, "look") == ToolResult("red")  # the text is an answer too
+    tokenizer = make_vision_tokenizer()
+    processor = ImageTextProcessor(make_image_processor(), tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+    box = ToolBox(tools, ToolLimits(), session="s", image_reader=ImageReader(processor))
+    shown = asyncio.run(box.call("look", {}))
+    assert shown.text == "red"
+    assert shown.images.grid_thw.tolist() == [[1, 4, 4]]
+    tools["look"].close()
 
 
 def test_over_standard_streams_until_the_server_dies(tmp_path: Path) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import base64
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from verl.errors import ConfigError, DataError
 from verl.models.vision import ImageTokens
 from verl.trainer import main_eval, preference_trainer, sft_trainer
 from verl.trainer.main_generation import Generator, run_generation
+from verl.utils.distributed import free_port
 
 COLOUR = list(COLOURS.values())
 
@@ -140,6 +144,30 @@ def test_supervised_steps_are_those_of_plain_transformers(model_dir: str, tmp_pa
         metrics = trainer.train_step(next(iter(trainer.train_loader)))
         assert metrics["train/loss"] == pytest.approx(want.item(), rel=1e-5), split
         assert metrics["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-4), split
+
+
+@pytest.mark.dist
+def test_two_ranks_give_the_numbers_of_one(model_dir: str, tmp_path: Path) -> None:
+    """Five validation rows on two ranks: a batch without an image, or without any row, on one of them."""
+    files = write(tmp_path / "train.parquet", conversations()), write(tmp_path / "val.parquet", conversations()[:5])
+
+    def run(name: str, world: int, **changes: Any) -> list[dict[str, Any]]:
+        settings = {"data__multiturn__enable": True, "data__max_length": 64, "data__train_batch_size": 4, **changes}
+        more = {"trainer__total_training_steps": 2, "trainer__test_freq": 1, "trainer__n_gpus_per_node": world}
+        words = test_sft.overrides(model_dir, files, tmp_path / name, **settings, **more)
+        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={world}", f"--master_port={free_port()}"]
+        command = [sys.executable, *(launcher if world > 1 else []), "-m", "verl.trainer.fsdp_sft_trainer", *words]
+        log = tmp_path / f"{name}.jsonl"
+        environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(log)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return test_sft.logged(log)
+
+    one, two = run("one", 1), run("two", 2)
+    shared = run("shared", 2, model__fsdp_config__ulysses_sequence_parallel_size=2)
+    for name in ("train/loss", "val/loss", "train/grad_norm"):
+        assert [m[name] for m in two] == pytest.approx([m[name] for m in one], rel=2e-5), name
+        assert [m[name] for m in shared] == pytest.approx([m[name] for m in one], rel=2e-5), name
 
 
 def test_a_supervised_model_learns_to_look_and_loads_in_transformers(model_dir: str, tmp_path: Path) -> None:
