@@ -34,7 +34,7 @@ def slow(seconds: float) -> str:
     return "done"
 
 
-@server.tool()
+@server.tool(structured_output=False)
 def look() -> list[Any]:
     """A red square."""
     picture = io.BytesIO()

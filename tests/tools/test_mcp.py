@@ -94,7 +94,7 @@ def test_over_standard_streams_until_the_server_dies(tmp_path: Path) -> None:
     tools = tools_of(tmp_path, **STDIO, timeout_s=10)
     try:
         check(tools)
-        assert set(tools) == {"add", "fail", "slow", "die"}
+        assert set(tools) == {"add", "fail", "slow", "look", "die"}
         started = time.monotonic()
         for name in ("die", "add"):
             arguments = {"a": 1, "b": 1} if name == "add" else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,13 +90,13 @@ class ImageReader:
             )
 
     @classmethod
-    def of(cls, rows: Rows, config: ImagesConfig, processor: Callable[[], Any]) -> ImageReader | None:
+    def of(cls, rows: Rows, config: ImagesConfig, processor: Any | None) -> ImageReader | None:
         """What reads the images of a data set's rows; None where no row has any.
 
         Args:
             rows: of the data set.
             config: names the column and the limits.
-            processor: gives the model's processor, or None where it has none.
+            processor: of the model; None where it has none.
 
         Raises:
             DataError: the column that ``image_key`` names is not there, or the model has no processor of images.
@@ -109,13 +109,12 @@ class ImageReader:
         if not any(as_values(value) for value in rows.column(key)):
             return None
         require_pillow()
-        found = processor()
-        if not hasattr(found, "image_processor"):
+        if not hasattr(processor, "image_processor"):
             raise DataError(
                 f"{rows.files[0].path} has images (data.image_key={key!r}), and the model has no processor of images; "
                 "use a vision-language model, whose directory has a preprocessor_config.json, or leave the column out"
             )
-        return cls(found, min_pixels=config.image_min_pixels, max_pixels=config.image_max_pixels)
+        return cls(processor, min_pixels=config.image_min_pixels, max_pixels=config.image_max_pixels)
 
     def read(self, values: Sequence[Any], directory: Path) -> dict[str, Tensor]:
         """``multi_modal_inputs`` of a row from what its column holds; arguments and errors of :meth:`open`."""
@@ -231,7 +230,7 @@ class RowImageReader:
     def __init__(self, rows: Rows, config: ImagesConfig, processor: Any | None) -> None:
         self._rows = rows
         self._key = config.image_key
-        self._reader = ImageReader.of(rows, config, lambda: processor)
+        self._reader = ImageReader.of(rows, config, processor)
         self.present = self._reader is not None
 
     def messages(self, row: Mapping[str, Any], value: Any) -> list[Message]:

@@ -79,7 +79,7 @@ class RLHFDataset(Dataset):
         if clash:
             raise DataError(f"column {clash[0]!r} has the name of a field made here; rename it in the data file")
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
-        self._images = ImageReader.of(self.rows, self.config, lambda: self.processor)
+        self._images = ImageReader.of(self.rows, self.config, self.processor)
         self._indices = self._usable_rows()
 
     @property

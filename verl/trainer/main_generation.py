@@ -45,7 +45,7 @@ class Generator:
 
     def __init__(self, config: GenerationConfig) -> None:
         from verl.data.files import Rows
-        from verl.data.images import ImageReader
+        from verl.data.images import RowImageReader
         from verl.utils.tokenizer import load_processor, load_tokenizer
 
         self.config = config
@@ -56,10 +56,9 @@ class Generator:
         model = config.model
         self.tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
         self.rows: Rows = Rows(config.data.path, required=[config.data.prompt_key])
-        self.images = ImageReader.of(
-            self.rows, config.data, lambda: load_processor(str(model.path), model.trust_remote_code)
-        )
-        if self.images is not None:
+        processor = load_processor(str(model.path), model.trust_remote_code)
+        self.images = RowImageReader(self.rows, config.data, processor)
+        if self.images.present:
             self._check_images()
         limit = config.data.max_samples
         self.count = len(self.rows) if limit < 0 else min(limit, len(self.rows))
@@ -108,12 +107,13 @@ class Generator:
 
     def _answer(self, rollout: WorkerGroup, numbers: range) -> list[dict[str, Any]]:
         """The responses of some rows."""
+        from verl.data.images import IMAGE_FIELD
         from verl.trainer.ppo.sources import generate, with_samples
 
         n = self.config.data.n_samples
         batch = with_samples(self._prompts(numbers), n, uid_prefix="row")
         batch.batch["sample_index"] += numbers.start * n
-        answers = generate(rollout, batch, step=0, validate=False, row_fields=("multi_modal_inputs",))
+        answers = generate(rollout, batch, step=0, validate=False, row_fields=(IMAGE_FIELD,))
         responses = answers.batch["responses"]
         present = answers.batch["attention_mask"][:, -responses.shape[1] :].bool()
         tokens = [row[keep].tolist() for row, keep in zip(responses, present, strict=True)]
@@ -129,6 +129,7 @@ class Generator:
 
     def _prompts(self, numbers: range) -> DataProto:
         from verl.data.collate import collate_fn
+        from verl.data.images import IMAGE_FIELD
         from verl.data.rl_dataset import left_padded
         from verl.protocol import DataProto
 
@@ -137,7 +138,7 @@ class Generator:
         for number in numbers:
             ids, images = self._prompt(number)
             item: dict[str, Any] = left_padded(ids, width, self.tokenizer.pad_token_id)
-            items.append(item if self.images is None else {**item, "multi_modal_inputs": images})
+            items.append({**item, IMAGE_FIELD: images} if self.images.present else item)
         return DataProto.from_single_dict(collate_fn(items))
 
     def _prompt(self, number: int) -> tuple[list[int], dict[str, Any] | None]:
@@ -161,28 +162,22 @@ class Generator:
         return (ids[-limit:] if data.truncation == "left" else ids[:limit]), images
 
     def _tokens(self, number: int) -> tuple[list[int], dict[str, Any] | None]:
-        from verl.data.chat import as_messages, encode, render
-        from verl.data.images import as_values, reject_images, with_image_parts
+        from verl.data.chat import encode, render
+        from verl.data.images import reject_images
 
         data, row = self.config.data, self.rows[number]
         reject_images(row, "this command", ["videos"])
-        shown = as_values(row.get(data.image_key))
+        images = self.images.read(number, row)
         prompt = row[data.prompt_key]
         if isinstance(prompt, str) and getattr(self.tokenizer, "chat_template", None):
             prompt = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, str):
-            messages = as_messages(prompt, parts=self.images is not None)
-            if self.images is not None:
-                messages = with_image_parts(messages, len(shown))
-            kwargs = data.apply_chat_template_kwargs
+            messages, kwargs = self.images.messages(row, prompt), data.apply_chat_template_kwargs
             prompt = render(self.tokenizer, messages, add_generation_prompt=True, template_kwargs=kwargs)
-        elif shown:
+        elif images is not None:
             raise DataError("the row has images, and the tokenizer no chat template that says where they stand")
         ids = encode(self.tokenizer, prompt)
-        if self.images is None or not shown:
-            return ids, None
-        inputs = self.images.read(shown, self.rows.directory(number))
-        return self.images.expand(ids, inputs["image_grid_thw"]), inputs
+        return self.images.expand(ids, [0] * len(ids), images)[0], images
 
     # ---- files --------------------------------------------------------------------------------------------------
 

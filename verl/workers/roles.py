@@ -33,7 +33,7 @@ from verl.config import (
     RefConfig,
     RewardModelConfig,
 )
-from verl.data.images import copies_of, image_parts, repeated
+from verl.data.images import IMAGE_FIELD, copies_of, image_parts, repeated
 from verl.errors import ConfigError, DataError, WeightSyncError
 from verl.models.loading import import_external_lib, load_hf_config
 from verl.models.vision import ImageTokens
@@ -49,7 +49,7 @@ from verl.utils.seeding import derive_seed, set_seed, use_deterministic_algorith
 from verl.utils.tokenizer import load_tokenizer
 from verl.workers.engine.base import MicroBatching, TrainEngine
 from verl.workers.engine.batching import MINI_BATCH_ROWS
-from verl.workers.engine.images import COLUMN, engine_rows, prompt_parts, with_images
+from verl.workers.engine.images import engine_rows, prompt_parts, with_images
 from verl.workers.losses import actor_loss, critic_loss, implicit_reward_model_loss
 from verl.workers.memory import METER
 from verl.workers.rollout import get_rollout_class
@@ -639,7 +639,7 @@ class RewardModelWorker(RoleWorker):
             [*prompt, {"role": "assistant", "content": text}]
             for prompt, text in zip(data.non_tensor_batch["raw_prompt"], texts, strict=True)
         ]
-        column = list(data.non_tensor_batch.get(COLUMN, [None] * len(chats)))
+        column = list(data.non_tensor_batch.get(IMAGE_FIELD, [None] * len(chats)))
         images = prompt_parts(column, [image_parts(prompt) for prompt in data.non_tensor_batch["raw_prompt"]])
         rows = with_images(self._tokenize(chats, images), images)
         with self.engine.resident(optimizer=False):

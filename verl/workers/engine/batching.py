@@ -17,12 +17,13 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl.data.images import IMAGE_FIELD
 from verl.errors import ConfigError, DataError, SchemaError
 from verl.models.packing import prompt_leaders, sharing_pays
 from verl.utils.metrics import MetricSet
 from verl.utils.seqlen_balancing import plan_micro_batches
 from verl.workers.engine.base import GlobalBatchInfo, MicroBatching
-from verl.workers.engine.images import COLUMN, NUMBER, has_images, with_images
+from verl.workers.engine.images import NUMBER, has_images, with_images
 
 #: ``meta_info`` of an update: rows of a mini-batch over all ranks, where trajectories have a varying number of rows
 MINI_BATCH_ROWS = "mini_batch_rows"
@@ -60,7 +61,7 @@ def as_tensordict(batch: TensorDict | Mapping[str, Tensor], *, reads_images: boo
         raise SchemaError(f"the batch lacks {missing}; it has {sorted(present)}")
     if not isinstance(batch, TensorDict):
         fields: dict[str, Any] = dict(batch)
-        images = fields.pop(COLUMN, None)
+        images = fields.pop(IMAGE_FIELD, None)
         batch = TensorDict(fields, batch_size=[fields["input_ids"].shape[0]])
         batch = batch if images is None else with_images(batch, images)
     if has_images(batch) and not reads_images:

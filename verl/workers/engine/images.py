@@ -12,19 +12,18 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, TensorDict
 
+from verl.data.images import IMAGE_FIELD
 from verl.errors import ConfigError
 from verl.models.vision import ImageTokens, PromptImages, RowImages, prompt_images
 from verl.protocol import DataProto
 
 NUMBER, TABLE = "image_number", "image_table"
-#: of a batch outside engines: ``pixel_values`` and ``image_grid_thw`` of each row, or None
-COLUMN = "multi_modal_inputs"
 
 
 def engine_rows(data: DataProto) -> TensorDict:
-    """The tensors of a batch, and the images of its :data:`COLUMN` if there is one."""
+    """The tensors of a batch, and the images of its :data:`IMAGE_FIELD` if there is one."""
     rows: TensorDict = data.batch
-    column = data.non_tensor_batch.get(COLUMN)
+    column = data.non_tensor_batch.get(IMAGE_FIELD)
     return rows if column is None else with_images(rows, list(column))
 
 
