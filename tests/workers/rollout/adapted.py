@@ -51,7 +51,9 @@ class AdaptedModel:
     def _tensors(self, form: WeightForm) -> dict[str, torch.Tensor]:
         assert form != "merged"
         tensors = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-        return {name: tensor for name, tensor in tensors.items() if form == "apart" or is_adapter_name(name)}
+        adapter = {name: tensor for name, tensor in tensors.items() if is_adapter_name(name)}
+        base = {name: tensor for name, tensor in tensors.items() if name not in adapter}
+        return base | adapter if form == "apart" else adapter
 
 
 def adapter_bytes(model: torch.nn.Module) -> int:

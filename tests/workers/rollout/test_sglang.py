@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 
+from tests.workers.rollout.adapted import ALPHA, RANK, AdaptedModel, change_adapter
 from tests.workers.rollout.helpers import (
     generate,
     hand_over,
@@ -30,10 +31,12 @@ from tests.workers.rollout.helpers import (
 )
 from verl.config import ModelConfig, RolloutConfig
 from verl.errors import ConfigError, RolloutError
+from verl.models.lora import LoraSettings, add_adapters
 from verl.utils.distributed import free_port
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams, run_blocking
 from verl.workers.rollout.sglang import SGLangRolloutEngine
 from verl.workers.rollout.sglang_http import Connection
+from verl.workers.sharding_manager.adapters import AdapterSync
 
 pytestmark = [
     pytest.mark.sglang,
@@ -191,6 +194,8 @@ def remote(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> 
     port = free_port("127.0.0.1")
     options = [f"--model-path={directory}", "--host=127.0.0.1", f"--port={port}"]
     options += ["--device=cpu", "--dtype=float32", "--attention-backend=torch_native", "--max-total-tokens=2048"]
+    options += ["--enable-lora", "--max-lora-rank=8", "--max-loras-per-batch=2", "--lora-backend=torch_native"]
+    options += ["--lora-target-modules", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     process = subprocess.Popen(
         [sys.executable, "-m", "verl.workers.rollout.sglang_server", *options, "--disable-overlap-schedule"],
         env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"},
@@ -210,6 +215,25 @@ def remote(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> 
         process.wait()
 
 
+def _adapter_elsewhere(directory: Path, settings: dict[str, Any]) -> None:
+    """Adapters travel through the process group too; a server without room for them is told how to start."""
+    lora = {"lora_rank": RANK, "lora_alpha": ALPHA}
+    policy = make_model(CONFIG, seed=4, spread=3.0)
+    add_adapters(policy, LoraSettings(RANK, ALPHA, ("all-linear",)), seed=0)
+    change_adapter(policy, seed=1)
+    engine = SGLangRolloutEngine(ModelConfig(path=str(directory), **lora), RolloutConfig(name="sglang", **settings))
+    sync = AdapterSync(AdaptedModel(policy, streams=True), engine)
+    prompts = random_prompts([6, 9])
+    for version in (1, 2):
+        change_adapter(policy, seed=version)
+        sync.sync(version)
+        run_blocking(engine.wake())
+        assert worst_difference(policy, prompts, generate(engine, prompts, LONG)) < 1e-4
+    wide = ModelConfig(path=str(directory), lora_rank=16)
+    with pytest.raises(ConfigError, match="start it with --enable-lora --max-lora-rank 16 --max-loras-per-batch 2"):
+        SGLangRolloutEngine(wide, RolloutConfig(name="sglang", lora_merge=False, **settings))
+
+
 def test_a_server_elsewhere_gets_weights_and_dies_loudly(remote: tuple[str, Path, Any], model: torch.nn.Module) -> None:
     url, directory, process = remote
     settings = {"dtype": "float32", "prompt_length": 20, "response_length": 80, "server_urls": [url]}
@@ -220,6 +244,7 @@ def test_a_server_elsewhere_gets_weights_and_dies_loudly(remote: tuple[str, Path
         run_blocking(engine.wake())
         assert worst_difference(policy, prompts, generate(engine, prompts, LONG)) < 1e-5
         assert run_blocking(engine.checksums()) == run_blocking(engine.checksums(weights_of(policy)))
+    _adapter_elsewhere(directory, settings)
     too_long = RolloutConfig(name="sglang", **{**settings, "response_length": 200})
     with pytest.raises(ConfigError, match=r"serves \d+ tokens, sequences may have"):
         SGLangRolloutEngine(

@@ -205,7 +205,8 @@ class TrainEngine(ABC):
         before drawing the next one.
 
         Args:
-            form: what a layer with an adapter gives; without adapters there is only ``"merged"``.
+            form: what a layer with an adapter gives; without adapters there is only ``"merged"``. Frozen weights come
+                before all adapters.
         """
 
     @abstractmethod

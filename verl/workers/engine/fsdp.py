@@ -377,11 +377,13 @@ class FSDPEngine(TrainEngine):
         return {name: local_part(tensor.detach()) for name, tensor in self._tensors_of(form).items()}
 
     def _tensors_of(self, form: WeightForm) -> dict[str, Tensor]:
-        """Of :meth:`hf_tensors` those that ``form`` is made of."""
+        """Of :meth:`hf_tensors` those that ``form`` is made of, adapters last."""
         tensors = self.hf_tensors()
-        if form == "apart":
-            return tensors
-        return {name: tensor for name, tensor in tensors.items() if is_adapter_name(name) == (form == "adapters")}
+        adapters = {name: tensor for name, tensor in tensors.items() if is_adapter_name(name)}
+        if form == "adapters":
+            return adapters
+        base = {name: tensor for name, tensor in tensors.items() if name not in adapters}
+        return base | adapters if form == "apart" else base
 
     def shards(self) -> dict[str, Tensor] | None:
         return self.hf_tensors() if self.lora is None else None  # adapters are merged into whole matrices

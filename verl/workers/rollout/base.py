@@ -220,7 +220,7 @@ class RolloutEngine(ABC):
     on_round: Callable[[], None] | None = None
 
     #: whether updates bring the matrices of a low-rank adapter (``NAME.lora_A``, ``NAME.lora_B``) beside the base
-    #: weights, which then need to come once only; otherwise the adapter comes added to the weights
+    #: weights, which then need to come once only, before the adapter; otherwise the adapter comes added to the weights
     takes_adapter: bool = False
 
     @property

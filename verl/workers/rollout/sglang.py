@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from verl import envs
 from verl.errors import ConfigError, RolloutError, VerlError, WeightSyncError
+from verl.models.lora import LoraSettings, is_adapter_name
 from verl.utils.device import get_torch_device
 from verl.utils.distributed import env_local_world_size, env_rank, env_world_size, free_port, init_process_group
 from verl.workers.rollout.adapters import adapter_for, merge_instead
@@ -31,12 +32,13 @@ from verl.workers.rollout.base import (
 from verl.workers.rollout.manifest import Named, WeightManifest, digest
 from verl.workers.rollout.serving import Gate, check_ready, check_request, parts_of, with_partial
 from verl.workers.rollout.settings import max_model_len, resolve_dtype, special_tokens
+from verl.workers.rollout.sglang_adapters import ADAPTED_LAYERS, ADAPTER, SLOTS
 from verl.workers.rollout.sglang_http import Connection
 from verl.workers.rollout.sglang_process import ServerProcess, require_sglang
 from verl.workers.rollout.sglang_sampler import PENALTY, stream_start
 from verl.workers.rollout.sglang_scheduler import DIGESTS, MEMORY
-from verl.workers.rollout.sglang_settings import server_arguments
-from verl.workers.rollout.sglang_weights import GroupChannel, HandleChannel, WeightChannel
+from verl.workers.rollout.sglang_settings import layers_of, server_arguments
+from verl.workers.rollout.sglang_weights import GroupChannel, HandleChannel, WeightChannel, pickled
 
 if TYPE_CHECKING:
     from verl.config import ModelConfig, RolloutConfig
@@ -90,9 +92,11 @@ class SGLangRolloutEngine(RolloutEngine):
         directory = resolve_model_dir(model_config.path, use_shm=model_config.use_shm)
         self.eos_token_ids, self.pad_token_id = special_tokens(model_config, directory, config, tokenizer)
         self.vocab_size = int(text_config.vocab_size)
-        if adapter_for(model_config, rollout_config) is not None:
-            merge_instead(rollout_config, "its sampler and its loaders here know the weights of the model alone")
-        self.manifest = WeightManifest(config, self.dtype, trust_remote_code=model_config.trust_remote_code)
+        lora = adapter_for(model_config, rollout_config)
+        self.manifest = WeightManifest(config, self.dtype, trust_remote_code=model_config.trust_remote_code, lora=lora)
+        if unknown := layers_of(self.manifest.adapter) - ADAPTED_LAYERS:
+            merge_instead(rollout_config, f"SGLang has no places for adapters on {', '.join(sorted(unknown))}")
+            self.manifest.without_adapter()
         self.max_model_len = max_model_len(rollout_config, text_config)
         self.bucket_bytes = rollout_config.update_weights_bucket_megabytes << 20
         self.process: ServerProcess | None = None
@@ -111,10 +115,16 @@ class SGLangRolloutEngine(RolloutEngine):
                 device=self.device,
                 dtype=self.dtype,
                 local_world_size=env_local_world_size(),
+                adapter=self.manifest.adapter,
             )
             self._start_server(arguments)
         self._finalizer = weakref.finalize(self, _close, self.process, self.connection)
         self._read_server(rollout_config)
+        #: name of the policy's adapter on the server
+        self._adapter: str | None = None
+        if lora is not None and self.manifest.adapter:
+            self._register_adapter(lora)
+        self.takes_adapter = self._adapter is not None
         self.gate = Gate()
         #: parts that the caller wants ready, and parts whose memory is really held
         self._awake: set[MemoryPart] = set(MEMORY_PARTS)
@@ -122,7 +132,9 @@ class SGLangRolloutEngine(RolloutEngine):
         self._version = -1
         self._next_version: int | None = None
         self._complete = False
-        self._dropped = False  # weights given back without their values
+        self._values = False  # the server's memory has the values of the last hand-over
+        self._new_base = False  # the update that is running brings base weights
+        self._arriving: dict[str, tuple[torch.Tensor, int]] | None = None
         self._live: dict[str, tuple[torch.Tensor, int]] | None = None
         self._running: dict[str, str] = {}  # name on the server -> request id
         self._unwanted: set[str] = set()
@@ -190,6 +202,8 @@ class SGLangRolloutEngine(RolloutEngine):
         self._keeps_values = not cpu and bool(info["enable_weights_cpu_backup"])
         self._overlaps = not info["disable_overlap_schedule"]
         self._devices = int(info["tp_size"])
+        if config.server_urls and self.manifest.adapter:
+            self._check_adapter_room(config, info)
         sharing = 1 if self._group is None else dist.get_world_size(self._group)
         self._bytes = {key: sum(int(answer[key]) for answer in answers) // sharing for key in ("kv_cache", "weights")}
         self.channel: WeightChannel | None = None
@@ -198,6 +212,42 @@ class SGLangRolloutEngine(RolloutEngine):
             self.channel = HandleChannel(own, self._group, self.device)
         elif self._leads:
             self.channel = GroupChannel(self.connection, self._devices, self.device)
+
+    def _check_adapter_room(self, config: RolloutConfig, info: Any) -> None:
+        """Have the adapter merged where a server that runs elsewhere was started without room for it."""
+        rank = next(shape[0] for name, shape in self.manifest.adapter.items() if name.endswith("lora_A"))
+        layers = sorted(layers_of(self.manifest.adapter))
+        room = set(info.get("lora_target_modules") or ())
+        if not (info.get("enable_lora") and int(info.get("max_lora_rank") or 0) >= rank and room >= set(layers)):
+            merge_instead(
+                config,
+                f"the server at {self.connection.url} was started without room for it; start it with --enable-lora "
+                f"--max-lora-rank {rank} --max-loras-per-batch {SLOTS} --lora-target-modules {' '.join(layers)}",
+            )
+            self.manifest.without_adapter()
+
+    def _register_adapter(self, lora: LoraSettings) -> None:
+        """Make the policy's adapter known to the server, without matrices; updates bring these."""
+        name: list[str] = [ADAPTER + secrets.token_hex(8)]
+        if self._group is not None:
+            dist.broadcast_object_list(name, group=self._group, group_src=0)
+        if self._leads:
+            description = {
+                "peft_type": "LORA",
+                "r": lora.rank,
+                "lora_alpha": lora.alpha,
+                "target_modules": sorted(layers_of(self.manifest.adapter)),
+            }
+            nothing = pickled({})
+            self.connection.call_blocking(
+                "/load_lora_adapter_from_tensors",
+                {
+                    "lora_name": name[0],
+                    "config_dict": description,
+                    "serialized_named_tensors": [nothing] * self._devices,
+                },
+            )
+        self._adapter = name[0]
 
     @staticmethod
     def _question(answer: Any) -> list[dict[str, str]]:
@@ -236,6 +286,8 @@ class SGLangRolloutEngine(RolloutEngine):
             "sampling_params": [self._sampling(request) for request in requests],
             "return_logprob": True,
         }
+        if self._adapter is not None:
+            body["lora_path"] = self._adapter
         self._running.update(zip(names, (request.request_id for request in requests), strict=True))
         try:
             answers = await self.connection.generate(body)
@@ -372,7 +424,7 @@ class SGLangRolloutEngine(RolloutEngine):
         await self._control("/flush_cache?timeout=60")  # returns when the scheduler has really nothing left to do
         await self._control("/release_memory_occupation", {"tags": parts})
         self._resident.difference_update(parts)
-        self._dropped |= "weights" in parts and not self._keeps_values
+        self._values &= "weights" not in parts or self._keeps_values
 
     async def _make_resident(self, parts: Iterable[MemoryPart], *, restore: bool = True) -> None:
         for part in parts:
@@ -380,17 +432,19 @@ class SGLangRolloutEngine(RolloutEngine):
                 continue
             await self._control("/resume_memory_occupation", {"tags": [part]})
             self._resident.add(part)
-            if part == "weights" and self._dropped:
-                if restore and self._complete:
-                    await self._reload()
-                self._dropped = False
+            if part == "weights" and restore and self._complete and not self._values:
+                await self._reload()
 
     def _can_reload(self) -> bool:
-        return (
-            self._complete
-            and self._live is not None
-            and all(_version_of(tensor) == version for tensor, version in self._live.values())
-        )
+        return self._complete and self._unchanged(self._live)
+
+    @staticmethod
+    def _unchanged(live: Mapping[str, tuple[torch.Tensor, int]] | None) -> bool:
+        """Whether these tensors of the training engine are what they were when they were handed over."""
+        return live is not None and all(_version_of(tensor) == version for tensor, version in live.values())
+
+    def _live_base(self) -> dict[str, tuple[torch.Tensor, int]] | None:
+        return None if self._live is None else {n: item for n, item in self._live.items() if not is_adapter_name(n)}
 
     async def _reload(self) -> None:
         """Read the training engine's weights again after they were dropped here."""
@@ -404,8 +458,14 @@ class SGLangRolloutEngine(RolloutEngine):
         await self._control("/begin_weight_update", {})
         await self._send([(name, tensor) for name, (tensor, _) in self._live.items()])
         await self._control("/end_weight_update", {})
+        self._values = True
 
     # -- weights
+
+    @property
+    def needs_base(self) -> bool:
+        """See :meth:`RolloutEngine.needs_base`: not while the base weights are there, or can be read again."""
+        return not (self._values or self._unchanged(self._live_base()))
 
     async def begin_update(self, version: int) -> None:
         """Start to receive weights; see :meth:`RolloutEngine.begin_update`."""
@@ -415,7 +475,7 @@ class SGLangRolloutEngine(RolloutEngine):
         await self._make_resident(["weights"], restore=False)
         self._awake.add("weights")
         self._complete = False
-        self._live = {}
+        self._arriving, self._new_base = {}, False
         self.manifest.begin()
         await self._control("/begin_weight_update", {})
         self._next_version = version
@@ -427,6 +487,8 @@ class SGLangRolloutEngine(RolloutEngine):
             raise WeightSyncError("weights arrived outside of an update; call begin_update first")
         try:
             weights = list(self.manifest.accept(bucket, live=live))
+            if any(not is_adapter_name(name) for name, _ in weights):
+                self._new_base, self._values, self._live = True, False, None
             await self._send(weights)
         except BaseException as error:
             await self._cancel_update()
@@ -434,9 +496,9 @@ class SGLangRolloutEngine(RolloutEngine):
                 raise WeightSyncError(f"SGLang did not take the weights: {error}") from error
             raise
         if not live:
-            self._live = None
-        elif self._live is not None:
-            self._live.update({name: (tensor, _version_of(tensor)) for name, tensor in weights})
+            self._arriving = None
+        elif self._arriving is not None:
+            self._arriving.update({name: (tensor, _version_of(tensor)) for name, tensor in weights})
 
     async def end_update(self) -> None:
         """Finish the update; see :meth:`RolloutEngine.end_update`."""
@@ -444,10 +506,18 @@ class SGLangRolloutEngine(RolloutEngine):
             raise WeightSyncError("no weight update is running; call begin_update first")
         version = self._next_version
         try:
-            self.manifest.end()
-        except WeightSyncError:
+            adapter_only = self.takes_adapter and not self._new_base and not self.needs_base
+            self.manifest.end(adapter_only=adapter_only)
+            if adapter_only and not self._values:
+                await self._send([(name, tensor) for name, (tensor, _) in (self._live_base() or {}).items()])
+        except BaseException:
             await self._cancel_update()
             raise
+        if self._new_base:
+            self._live = self._arriving
+        elif self._live is not None:
+            self._live = None if self._arriving is None else self._live | self._arriving
+        self._values = True
         self._next_version = None
         await self._control("/end_weight_update", {})
         await self._control("/flush_cache?timeout=60")
@@ -456,7 +526,6 @@ class SGLangRolloutEngine(RolloutEngine):
 
     async def _cancel_update(self) -> None:
         self._next_version = None
-        self._live = None
         await self._control("/end_weight_update", {})
 
     async def _send(self, weights: Sequence[Named]) -> None:

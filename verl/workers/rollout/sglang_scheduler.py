@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from verl.utils.pages import forget_pages
-from verl.workers.rollout.manifest import CopyRecorder, Named, Place, digest
+from verl.workers.rollout.manifest import CopyRecorder, Named, Place, digest, split_adapter
+from verl.workers.rollout.sglang_adapters import AdapterPool, pool_tensors
 from verl.workers.rollout.sglang_sampler import deliver_seeds, penalise_prompts, replace_sampler
 
 #: what ``/weights_checker`` can be asked beyond SGLang's own actions
@@ -34,6 +35,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     _stop_only_where_asked()
     _answer_questions()
     _release_on_cpus()
+    _pin_where_possible()
     run_scheduler_process(*args, **kwargs)
 
 
@@ -44,14 +46,17 @@ class LoadedWeights:
     """Stands before a model's ``load_weights`` and notes where each weight goes.
 
     Args:
-        model: SGLang's module.
+        runner: SGLang's model runner, whose model is loaded.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, runner: Any) -> None:
+        model = runner.model
+        self.runner = runner
         self.model = model
         self.places: dict[str, tuple[Place, ...] | None] = {}
         self._sizes: dict[str, int] = {}  # numbers in a weight
         self._shapes: dict[str, torch.Size] = {}  # of the model's tensors when weights were noted
+        self.adapters: AdapterPool | None = None
         self._load: Callable[..., Any] = model.load_weights
         model.load_weights = self.load
 
@@ -63,12 +68,18 @@ class LoadedWeights:
             ValueError: the model has no place for one of them.
         """
         known: list[Named] = []
+        weights, adapter = split_adapter(weights)
         for name, tensor in weights:
             if name in self.places:
                 known.append((name, tensor))
             else:
                 self._note(name, tensor.detach().contiguous(), *args, **kwargs)
-        return self._load(known, *args, **kwargs) if known else None
+        result = self._load(known, *args, **kwargs) if known else None
+        if adapter:
+            if self.adapters is None:
+                self.adapters = AdapterPool(self.runner.lora_manager, self.places)
+            self.adapters.load(adapter)
+        return result
 
     def _note(self, name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         owners: dict[int, tuple[str, Any]] = {}
@@ -109,7 +120,7 @@ class LoadedWeights:
                 found[name] = json.dumps({"digest": digest([whole], dtype), "parts": None})
             else:
                 found[name] = json.dumps({"digest": digest(values, dtype), "parts": parts})
-        return found
+        return found if self.adapters is None else found | self.adapters.digests(dtype)
 
     def _view(self, name: str, tensor: torch.Tensor, place: Place) -> torch.Tensor:
         if tensor.shape != self._shapes[place.owner]:
@@ -128,7 +139,7 @@ def _answer_questions() -> None:
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = load(self, *args, **kwargs)
-        self.verl_weights = LoadedWeights(self.model)
+        self.verl_weights = LoadedWeights(self)
         return result
 
     def check_weights(self: Any, action: str, *args: Any, role: str, **kwargs: Any) -> Any:
@@ -152,8 +163,8 @@ def _answer_questions() -> None:
 
 
 def weight_storages(runner: Any) -> list[torch.UntypedStorage]:
-    """The memory of a model runner's weights."""
-    return _distinct(parameter.data for parameter in runner.model.parameters())
+    """The memory of a model runner's weights and of its adapters."""
+    return _distinct([*(parameter.data for parameter in runner.model.parameters()), *pool_tensors(runner)])
 
 
 def cache_storages(runner: Any) -> list[torch.UntypedStorage]:
@@ -195,8 +206,11 @@ def _release_on_cpus() -> None:
 
     def resume_memory_occupation(self: Any, request: Any) -> Any:
         if _asks_for(request, "weights"):
-            for storage, nbytes in sizes.pop(id(self), ()):
+            dropped = sizes.pop(id(self), [])
+            for storage, nbytes in dropped:
                 storage.resize_(nbytes)
+            for tensor in pool_tensors(self.tp_worker.model_runner) if dropped else ():
+                tensor.zero_()  # not all of it is written
         return resume(self, request)
 
     sizes: dict[int, list[tuple[torch.UntypedStorage, int]]] = {}
@@ -207,6 +221,19 @@ def _release_on_cpus() -> None:
 
 def _asks_for(request: Any, tag: str) -> bool:
     return not request.tags or tag in request.tags
+
+
+def _pin_where_possible() -> None:
+    """SGLang's adapters ask for pinned memory, which torch refuses on a machine without an accelerator."""
+    if torch.accelerator.is_available():
+        return
+
+    def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, pin_memory=False, **kwargs: make(*args, **kwargs)
+
+    for name in ("tensor", "zeros", "empty"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
 # ---------------------------------------------------------------------------- stopping

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 
 from verl.errors import ConfigError
 from verl.workers.rollout.settings import max_model_len
+from verl.workers.rollout.sglang_adapters import SLOTS
 from verl.workers.rollout.sglang_sampler import BACKEND
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ def server_arguments(
     device: torch.device,
     dtype: torch.dtype,
     local_world_size: int,
+    adapter: Mapping[str, torch.Size] | None = None,
 ) -> dict[str, Any]:
     """Arguments of SGLang's ``ServerArgs`` for the server of one worker, without its address.
 
@@ -41,6 +44,7 @@ def server_arguments(
         architecture: name of the class that Transformers trains, where the model's files do not say it.
         device, dtype: of the weights.
         local_world_size: ranks of the training on this machine.
+        adapter: shapes of the matrices of an adapter that comes beside the weights, by name; empty without one.
 
     Raises:
         ConfigError: the cache of one sequence does not fit into this worker's share of the memory.
@@ -76,6 +80,15 @@ def server_arguments(
     else:
         arguments["enable_memory_saver"] = rollout.free_cache_engine
         arguments["enable_weights_cpu_backup"] = rollout.free_cache_engine
+    if adapter:
+        arguments |= {
+            "enable_lora": True,
+            "max_lora_rank": next(shape[0] for name, shape in adapter.items() if name.endswith("lora_A")),
+            "lora_target_modules": sorted(layers_of(adapter)),
+            "max_loras_per_batch": SLOTS,
+        }
+        if cpu:
+            arguments["lora_backend"] = "torch_native"  # the others are Triton kernels
     overrides = dict(model.override_config or {})
     overrides.update(overrides.pop("model_config", None) or {})
     overrides.pop("attn_implementation", None)
@@ -84,6 +97,11 @@ def server_arguments(
     arguments["json_model_override_args"] = json.dumps(overrides)
     extra = {key: value for key, value in rollout.engine_kwargs.sglang.items() if value is not None}
     return {**arguments, **copy.deepcopy(extra)}
+
+
+def layers_of(adapter: Mapping[str, torch.Size]) -> set[str]:
+    """Last parts of the names of the layers that have adapters."""
+    return {name.split(".")[-2] for name in adapter}
 
 
 def _cpu_cache_tokens(

@@ -105,7 +105,7 @@ def stage(bucket: Sequence[Named], dtypes: Sequence[torch.dtype], device: torch.
     return staged
 
 
-def pickled(tensors: list[Named]) -> str:
+def pickled(tensors: list[Named] | dict[str, torch.Tensor]) -> str:
     """Handles of tensors, as SGLang reads them: it expects a GPU's UUID, for ranks number their GPUs differently."""
     stream = io.BytesIO()
     pickler: Any = ForkingPickler(stream)
