@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.e2e.test_over_sampling import check as check_carried
 from tests.fixtures.tiny import make_tiny_model_dir
+from tests.workers.rollout.adapted import adapter_mb
 from tests.workers.rollout.helpers import missing_package
-from verl.models.lora import LoraSettings, adapter_shapes
 
 pytestmark = [
     pytest.mark.e2e,
@@ -86,18 +84,9 @@ def handed_over(rows: list[dict[str, Any]]) -> float:
     return max(row["data"]["weight_sync/copied_mb"] for row in rows)
 
 
-def adapter_mb(model_dir: str) -> float:
-    """Size of the adapters that ``LORA`` puts beside all linear layers, in float32."""
-    config = AutoConfig.from_pretrained(model_dir)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    shapes = adapter_shapes(model, LoraSettings(4, 8.0, ("all-linear",)))
-    return sum(shape.numel() for shape in shapes.values()) * 4 / 2**20
-
-
 def test_updates_hand_the_adapter_over_alone(train: Callable[..., list[dict[str, Any]]], served_model_dir: str) -> None:
     apart = train("trainer.controller=local", *LORA)
-    assert handed_over(apart) == pytest.approx(adapter_mb(served_model_dir))
+    assert handed_over(apart) == pytest.approx(adapter_mb(served_model_dir, rank=4))
     merged = train("trainer.controller=local", *LORA, "actor_rollout_ref.model.lora.merge=True")
     assert handed_over(merged) > 3 * handed_over(apart)
     for name in ("critic/score/mean", "actor/grad_norm"):  # the same run, up to rounding
@@ -121,7 +110,7 @@ def test_servers_get_the_adapter_alone(
         f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks}",
         f"actor_rollout_ref.rollout.checkpoint_engine.backend={backend}",
     )
-    assert handed_over(rows) == pytest.approx(adapter_mb(served_model_dir))
+    assert handed_over(rows) == pytest.approx(adapter_mb(served_model_dir, rank=4))
 
 
 def test_samples_are_carried_to_the_next_step(train: Callable[..., list[dict[str, Any]]]) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.workers.rollout.helpers import make_model, served_everywhere
-from verl.models.lora import LoraSettings, add_adapters, is_adapter_name
+from verl.models.lora import LoraSettings, adapter_shapes, add_adapters, is_adapter_name
 from verl.workers.engine.base import WeightForm
 
 #: a rank that is none of those that engines have room for
@@ -59,3 +60,12 @@ class AdaptedModel:
 def adapter_bytes(model: torch.nn.Module) -> int:
     """Bytes of all adapter matrices."""
     return sum(tensor.nbytes for name, tensor in model.named_parameters() if is_adapter_name(name))
+
+
+def adapter_mb(model_dir: str, *, rank: int) -> float:
+    """Size of adapters beside all linear layers of a model, in float32."""
+    config = AutoConfig.from_pretrained(model_dir)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = adapter_shapes(model, LoraSettings(rank, float(rank), ("all-linear",)))
+    return sum(shape.numel() for shape in shapes.values()) * 4 / 2**20

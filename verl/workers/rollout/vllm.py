@@ -485,9 +485,11 @@ class VLLMRolloutEngine(RolloutEngine):
     @property
     def needs_base(self) -> bool:
         """See :meth:`RolloutEngine.needs_base`: not while the base weights are here, or can be read again."""
-        if self._values or self._live is None:
-            return not self._values
-        return not all(item.unchanged for name, item in self._live.items() if not is_adapter_name(name))
+        if self._values:
+            return False
+        return self._live is None or not all(
+            item.unchanged for name, item in self._live.items() if not is_adapter_name(name)
+        )
 
     async def begin_update(self, version: int) -> None:
         """Start to receive weights; see :meth:`RolloutEngine.begin_update`."""

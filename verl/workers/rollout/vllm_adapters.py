@@ -9,7 +9,6 @@ code says what goes where: fused projections, parts of tensor-parallel ranks.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,6 @@ from verl.workers.rollout.manifest import CopyRecorder, Named, Place, digest
 
 if TYPE_CHECKING:
     from verl.workers.rollout.vllm_weights import ModelWeights
-
-logger = logging.getLogger(__name__)
 
 #: ranks that vLLM has room for
 MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
