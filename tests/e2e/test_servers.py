@@ -23,18 +23,19 @@ ASYNC = [
 
 
 @pytest.mark.parametrize(
-    ("workers", "more"),
+    ("workers", "both", "more"),
     [
-        (1, []),
-        (2, []),
-        (2, ["actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast"]),
+        (1, [], []),
+        (2, [], []),
+        (2, [], ["actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast"]),
+        (2, ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=1e-2"], []),
     ],
-    ids=["1 worker", "2 workers", "2 workers, broadcast"],
+    ids=["1 worker", "2 workers", "2 workers, broadcast", "2 workers, adapters"],
 )
 def test_servers_sample_what_the_workers_would(
-    workers: int, more: list[str], run_training: Run, tmp_path: Path
+    workers: int, both: list[str], more: list[str], run_training: Run, tmp_path: Path
 ) -> None:
-    cut = [*COMMON, f"trainer.n_gpus_per_node={workers}"]
+    cut = [*COMMON, *both, f"trainer.n_gpus_per_node={workers}"]
     expected = run_training(*cut, f"trainer.rollout_data_dir={tmp_path}/sync")
     got = run_training(*cut, *ASYNC, *more, f"trainer.rollout_data_dir={tmp_path}/async")
     assert [comparable(row) for row in got] == [comparable(row) for row in expected]
