@@ -56,10 +56,14 @@ class BackgroundTask:
             raise failure
         return True
 
-    def wait(self) -> None:
-        """Return when it is over; raises what went wrong. The action must have an end of its own."""
+    def settle(self) -> None:
+        """Return when it is over, however it ended. The action must have an end of its own."""
         if self._thread is not None:
             self._thread.join()
+
+    def wait(self) -> None:
+        """Return when it is over; raises what went wrong. The action must have an end of its own."""
+        self.settle()
         self.done()
 
 

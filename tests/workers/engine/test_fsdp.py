@@ -28,6 +28,7 @@ from tests.workers.engine.reference import (
     run_reference,
     value_loss,
 )
+from verl.checkpoint.image import ShardImage
 from verl.errors import CheckpointError, ConfigError
 from verl.models.decoder import decoder_layers
 from verl.utils.metrics import MetricSet
@@ -245,6 +246,49 @@ def test_the_call_of_a_background_save_only_copies(tiny_model_dir: str, tmp_path
         call.append(time.thread_time() - started)
         task.wait()
     assert min(call) < 0.5 * min(at_once)
+
+
+@pytest.mark.parametrize("change", ["step", "load"])
+def test_a_copy_that_takes_long_has_the_state_of_the_call(
+    tiny_model_dir: str, batch: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Whatever changes the weights waits for the copy, which goes on beside passes that read them."""
+    engine, fill = make_engine(tiny_model_dir), ShardImage.fill
+    engine.save(tmp_path / "start", TRAINED)
+    engine.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE)
+    expected, copying = parameters(engine), threading.Event()
+
+    def slowly(self: ShardImage, tensors: dict[str, Tensor]) -> None:
+        copying.set()
+        time.sleep(0.5)
+        fill(self, tensors)
+
+    monkeypatch.setattr(ShardImage, "fill", slowly)
+    task = engine.start_save(tmp_path / "a", TRAINED)
+    assert copying.wait(60)
+    if change == "step":
+        engine.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE)
+    else:
+        engine.load(tmp_path / "start", TRAINED)
+    task.wait()
+    again = make_engine(tiny_model_dir)
+    again.load(tmp_path / "a", TRAINED)
+    assert_same(parameters(again), expected, atol=0)
+
+
+def test_a_copy_that_fails_fails_the_save_and_not_the_training(
+    tiny_model_dir: str, batch: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(tiny_model_dir)
+
+    def fail(self: ShardImage, tensors: dict[str, Tensor]) -> None:
+        raise RuntimeError("no copy")
+
+    monkeypatch.setattr(ShardImage, "fill", fail)
+    task = engine.start_save(tmp_path / "a", TRAINED)
+    engine.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE)
+    with pytest.raises(RuntimeError, match="no copy"):
+        task.wait()
 
 
 def test_two_background_saves_at_a_time_are_refused(

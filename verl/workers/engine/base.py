@@ -226,10 +226,11 @@ class TrainEngine(ABC):
         """Write a checkpoint into directory ``path``: any of ``model, optimizer, extra, hf_model``."""
 
     def start_save(self, path: str | Path, contents: frozenset[str]) -> BackgroundTask:
-        """:meth:`save` that returns once what it writes is copied.
+        """:meth:`save` that writes the state as it is now, beside what the engine does next.
 
-        The engine keeps the memory of the copy for the next time, so a second save must wait for the first. An engine
-        that cannot copy its state writes it before it returns.
+        An engine may still copy its state while it runs passes that only read; it waits before it changes anything. It
+        keeps the memory of the copy for the next time, so a second save must wait for the first. An engine that cannot
+        copy its state writes it before it returns.
 
         Raises:
             CheckpointError: an earlier background save is still being written.

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +113,7 @@ class FSDPEngine(TrainEngine):
         self._gradient_bytes = 0
         self._save_group: dist.ProcessGroup | None = None
         self._saving = BackgroundTask()
+        self._copying = BackgroundTask()  # for a background save; until it is over, nothing that is saved may change
         self._images: dict[str, ShardImage] = {}  # memory for the copies of background saves
 
     # ---- construction -------------------------------------------------------------------------------------------
@@ -263,6 +263,7 @@ class FSDPEngine(TrainEngine):
             if finite:
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr
+                self._copying.settle()
                 self.optimizer.step()
             else:
                 logger.warning(
@@ -399,13 +400,22 @@ class FSDPEngine(TrainEngine):
             raise CheckpointError(f"cannot save to {path} yet: an earlier background save is still being written")
         with self.resident(optimizer=True):
             snapshot = state.take(self, frozenset(contents), images=self._images)
+            if self.device.type != "cpu":
+                snapshot.copy()  # before the device's memory is given back
+        # On CPUs beside the next passes, which only read; the optimizer waits for it, and a failure is the save's.
+        copying = self._copying = BackgroundTask(snapshot.copy, name="verl-copy")
         if self._save_group is None and self.layout.world_size > 1:
             self._save_group = dist.new_group(backend="gloo")  # collectives of a thread must not mix with training's
-        write = partial(state.write, snapshot, Path(path), self._save_group)
+
+        def write() -> None:
+            copying.wait()
+            state.write(snapshot, Path(path), self._save_group)
+
         self._saving = BackgroundTask(write, name="verl-save")
         return self._saving
 
     def load(self, path: str | Path, contents: frozenset[str] = _TRAINED) -> None:
+        self._copying.settle()
         with self.resident(optimizer=True):
             state.load(self, Path(path), frozenset(contents))
 

@@ -78,8 +78,9 @@ class Snapshot:
     Attributes:
         rank, world: of the engine.
         contents: parts to write.
-        shards: ``model`` and ``optimizer``, as far as they are written: live tensors by name, or a copy of them that is
-            laid out as a file.
+        shards: ``model`` and ``optimizer``, as far as they are written: live tensors by name, or where a copy of them
+            belongs that is laid out as a file.
+        to_copy: live tensors of the parts of which there is to be a copy, until :meth:`copy` has made it.
         whole: with ``hf_model``, on rank 0, the whole model on the host.
         adapter: with ``model``, on rank 0, the whole tensors of low-rank adapters.
         lora, base_model: what the adapters are, and of which model.
@@ -94,6 +95,7 @@ class Snapshot:
     world: int
     contents: frozenset[str]
     shards: dict[str, dict[str, Tensor] | ShardImage]
+    to_copy: dict[str, dict[str, Tensor]]
     whole: dict[str, Tensor]
     adapter: dict[str, Tensor]
     lora: LoraSettings | None
@@ -104,6 +106,14 @@ class Snapshot:
     companions: list[Path]
     export: PreTrainedModel
 
+    def copy(self) -> None:
+        """Fill the images; until then nothing that is saved may change."""
+        while self.to_copy:
+            part, tensors = self.to_copy.popitem()
+            image = self.shards[part]
+            assert isinstance(image, ShardImage)
+            image.fill(tensors)
+
 
 def take(engine: FSDPEngine, contents: frozenset[str], *, images: dict[str, ShardImage] | None = None) -> Snapshot:
     """Collect what :func:`write` writes. Collective.
@@ -111,9 +121,9 @@ def take(engine: FSDPEngine, contents: frozenset[str], *, images: dict[str, Shar
     Args:
         engine: the engine.
         contents: parts.
-        images: copy everything to the host, so that the engine may go on: shards into these, by part, which are made
-            where they are missing and may be used for the next snapshot when this one is written. Without, the
-            snapshot has the live tensors.
+        images: copy everything to the host, so that the engine may go on: :meth:`Snapshot.copy` puts the shards into
+            these, by part, which are made where they are missing and may be used for the next snapshot when this one
+            is written. Without, the snapshot has the live tensors.
 
     Raises:
         CheckpointError: an unknown part, or the optimizer of an engine that has none.
@@ -134,12 +144,13 @@ def take(engine: FSDPEngine, contents: frozenset[str], *, images: dict[str, Shar
     shards: dict[str, Any] = dict(live)
     copy = images is not None
     if images is not None:
-        shards = {part: _copied(part, tensors, engine, images) for part, tensors in live.items()}
+        shards = {part: _image(part, tensors, engine, images) for part, tensors in live.items()}
     return Snapshot(
         rank=engine.layout.rank,
         world=engine.layout.world_size,
         contents=contents,
         shards=shards,
+        to_copy=live if copy else {},
         whole=_whole(engine, copy=copy) if "hf_model" in contents else {},
         counters={"step": engine.step, "lr_step": engine.lr_step},
         rng=plain_rng_state(),
@@ -211,8 +222,8 @@ def write(snapshot: Snapshot, path: Path, group: dist.ProcessGroup | None = None
     on_all_ranks(world, f"finish {path}", finish, group)
 
 
-def _copied(part: str, tensors: dict[str, Tensor], engine: FSDPEngine, images: dict[str, ShardImage]) -> ShardImage:
-    """The part's image, made if there is none that fits, with these tensors. Collective."""
+def _image(part: str, tensors: dict[str, Tensor], engine: FSDPEngine, images: dict[str, ShardImage]) -> ShardImage:
+    """The part's image, made if there is none that fits these tensors. Collective."""
     image = images.get(part)
     if image is None or not image.fits(tensors):
         images.pop(part, None)  # its memory first
@@ -220,7 +231,6 @@ def _copied(part: str, tensors: dict[str, Tensor], engine: FSDPEngine, images: d
             image = ShardImage(tensors, world=engine.layout.world_size, pin=engine.device.type == "cuda")
         images[part] = image
         logger.info("background saves keep %s of host memory for copies of the %s", format_bytes(image.nbytes), part)
-    image.fill(tensors)
     return image
 
 
