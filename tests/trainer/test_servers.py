@@ -149,7 +149,9 @@ def agent_processes(model: str, directory: Path, **agent: Any) -> Iterator[Calla
     (directory / "loops.yaml").write_text(f"- {{name: mine, _target_: '{directory}/loop.py:Loop'}}")
     settings = AgentConfig("mine", f"{directory}/loops.yaml", num_workers=2, **agent)
     rollout = RolloutConfig(mode="async", prompt_length=2, response_length=2, agent=settings)
-    pool = AgentLoopPool(ModelConfig(path=model), rollout, template_kwargs={}, seed=1, environment={})
+    pool = AgentLoopPool(
+        ModelConfig(path=model), rollout, template_kwargs={}, image_limits=None, seed=1, environment={}
+    )
 
     def respond(first: list[int]) -> list[int]:
         prompts = torch.tensor([[token, 9] for token in first])

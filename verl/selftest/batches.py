@@ -57,6 +57,17 @@ def _outcomes(batch: Mapping[str, Any], generator: torch.Generator) -> Tensor:
     return torch.randint(0, 2, batch["response_mask"].shape[:1], generator=generator).float()
 
 
+@register_field("multi_modal_inputs")
+def _images(batch: Mapping[str, Any], generator: torch.Generator) -> np.ndarray:
+    """A picture for every other prompt."""
+    pictures: dict[str, dict[str, Tensor] | None] = {}
+    for label in batch["uid"]:
+        if label not in pictures:
+            patches = torch.randn(4, 6, generator=generator)
+            pictures[label] = {"pixel_values": patches} if len(pictures) % 2 else None
+    return object_array(pictures[label] for label in batch["uid"])
+
+
 def make_batch(seed: int = 0) -> Fields:
     """The rollout's fields, token rewards and group labels of eight ragged rows.
 
