@@ -168,20 +168,23 @@ with_vllm = pytest.mark.skipif(
 )
 
 
+def vllm_settings(directory: Path) -> list[str]:
+    """vLLM, with a model of sizes that it serves."""
+    model = make_vision_model_dir(directory / "model", hidden=64, heads=2, vision_width=32)
+    return [
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.max_num_seqs=16",
+    ]
+
+
 @pytest.mark.vllm
 @with_vllm
 @pytest.mark.usefixtures("ray_local")
 def test_vllm_generates_on_one_and_two_ranks(
     tmp_path: Path, squares: list[str], run_training: Callable[..., list[dict[str, Any]]]
 ) -> None:
-    model = make_vision_model_dir(tmp_path / "model", hidden=64, heads=2, vision_width=32)  # sizes that vLLM serves
-    settings = [
-        *squares,
-        f"actor_rollout_ref.model.path={model}",
-        "actor_rollout_ref.rollout.name=vllm",
-        "actor_rollout_ref.rollout.max_num_seqs=16",
-        "trainer.total_training_steps=2",
-    ]
+    settings = [*squares, *vllm_settings(tmp_path), "trainer.total_training_steps=2"]
     one = run_training(*settings, "trainer.controller=local")
     two = run_training(*settings, "trainer.n_gpus_per_node=2")
     for expected, actual in zip(one, two, strict=True):
@@ -297,14 +300,7 @@ def test_agents_are_shown_images_between_turns(
 def test_agents_on_vllm_are_shown_images_between_turns(
     tmp_path: Path, squares: list[str], run_training: Callable[..., list[dict[str, Any]]]
 ) -> None:
-    model = make_vision_model_dir(tmp_path / "model", hidden=64, heads=2, vision_width=32)  # sizes that vLLM serves
-    settings = [
-        *squares,
-        *agent_settings(tmp_path),
-        f"actor_rollout_ref.model.path={model}",
-        "actor_rollout_ref.rollout.name=vllm",
-        "actor_rollout_ref.rollout.max_num_seqs=16",
-    ]
+    settings = [*squares, *agent_settings(tmp_path), *vllm_settings(tmp_path)]
     for place in (["trainer.controller=local"], ["actor_rollout_ref.rollout.mode=async"]):
         for row in run_training(*settings, *place):
             assert row["data"]["training/rollout_probs_diff_max"] < 1e-5

@@ -76,10 +76,8 @@ def test_rows_get_their_responses_whatever_the_batches_and_the_format(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.parquet", "b.jsonl", "prompts.parquet"]
 
 
-def test_it_goes_on_after_the_last_whole_batch(
-    tiny_model_dir: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_generation(config(tiny_model_dir, prompts, tmp_path / "whole.jsonl"))
+def interrupt_the_second_batch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The first rows of the batches that are asked for from now on; at the second one somebody presses Ctrl-C."""
     answer, asked = Generator._answer, []
 
     def dies_in_the_second(self: Generator, rollout: Any, numbers: range) -> Any:
@@ -89,6 +87,14 @@ def test_it_goes_on_after_the_last_whole_batch(
         return answer(self, rollout, numbers)
 
     monkeypatch.setattr(Generator, "_answer", dies_in_the_second)
+    return asked
+
+
+def test_it_goes_on_after_the_last_whole_batch(
+    tiny_model_dir: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_generation(config(tiny_model_dir, prompts, tmp_path / "whole.jsonl"))
+    asked = interrupt_the_second_batch(monkeypatch)
     keys = (tiny_model_dir, prompts, tmp_path / "a.jsonl")
     with pytest.raises(KeyboardInterrupt):
         run_generation(config(*keys))

@@ -26,7 +26,7 @@ from verl.config.load import load_config
 from verl.errors import ConfigError, DataError
 from verl.models.vision import ImageTokens
 from verl.trainer import main_eval, preference_trainer, sft_trainer
-from verl.trainer.main_generation import Generator, run_generation
+from verl.trainer.main_generation import run_generation
 from verl.utils.distributed import free_port
 
 COLOUR = list(COLOURS.values())
@@ -337,15 +337,7 @@ def test_generation_sees_the_images_and_goes_on_after_the_last_whole_batch(
 ) -> None:
     run_generation(generation(model_dir, prompts, tmp_path / "whole.jsonl", "data.batch_size=5"))
     found = test_generation.responses(tmp_path / "whole.jsonl")
-    answer, asked = Generator._answer, []
-
-    def dies_in_the_second(self: Generator, rollout: Any, numbers: range) -> Any:
-        asked.append(numbers.start)
-        if len(asked) == 2:
-            raise KeyboardInterrupt
-        return answer(self, rollout, numbers)
-
-    monkeypatch.setattr(Generator, "_answer", dies_in_the_second)
+    asked = test_generation.interrupt_the_second_batch(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         run_generation(generation(model_dir, prompts, tmp_path / "a.parquet"))
     run_generation(generation(model_dir, prompts, tmp_path / "a.parquet"))

@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.workers.rollout.helpers import make_model, served_everywhere
+from tests.workers.rollout.helpers import generate, make_model, random_prompts, reference_logits, served_everywhere
 from verl.models.lora import LoraSettings, adapter_shapes, add_adapters, is_adapter_name
 from verl.workers.engine.base import WeightForm
+from verl.workers.rollout.base import SamplingParams
 
 #: a rank that is none of those that engines have room for
 RANK, ALPHA = 6, 12.0
+PROMPTS = random_prompts([5, 17, 9, 3])
+SAMPLED = SamplingParams(16, seed=3, ignore_eos=True)
 
 
 def make_adapted_model(
@@ -69,3 +72,14 @@ def adapter_mb(model_dir: str, *, rank: int) -> float:
         model = AutoModelForCausalLM.from_config(config)
     shapes = adapter_shapes(model, LoraSettings(rank, float(rank), ("all-linear",)))
     return sum(shape.numel() for shape in shapes.values()) * 4 / 2**20
+
+
+def assert_served(model: torch.nn.Module, engine: Any, atol: float = 1e-5) -> None:
+    """The engine generates with the model's weights and adapter as they are now."""
+    greedy = SamplingParams(10, temperature=0.0, ignore_eos=True)
+    for prompt, completion in zip(PROMPTS, generate(engine, PROMPTS, greedy), strict=True):
+        assert completion.token_ids == reference_logits(model, prompt, completion.token_ids).argmax(-1).tolist()
+    for prompt, completion in zip(PROMPTS, generate(engine, PROMPTS, SAMPLED), strict=True):
+        table = reference_logits(model, prompt, completion.token_ids).log_softmax(-1)
+        expected = table[torch.arange(len(completion.token_ids)), torch.tensor(completion.token_ids)]
+        torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=atol, rtol=0)

@@ -11,17 +11,24 @@ from transformers import AutoModelForImageTextToText
 
 from tests.fixtures.vision import make_vision_model_dir
 from tests.models.images import image_prompt, make_images
-from tests.workers.rollout.adapted import ALPHA, RANK, AdaptedModel, adapter_bytes, change_adapter, make_adapted_model
-from tests.workers.rollout.helpers import generate, random_prompts, reference_greedy, reference_logits
+from tests.workers.rollout.adapted import (
+    ALPHA,
+    PROMPTS,
+    RANK,
+    SAMPLED,
+    AdaptedModel,
+    adapter_bytes,
+    assert_served,
+    change_adapter,
+    make_adapted_model,
+)
+from tests.workers.rollout.helpers import generate, reference_greedy
 from verl.config import ModelConfig, RolloutConfig
 from verl.errors import ConfigError, RolloutError, WeightSyncError
 from verl.models.lora import LoraLinear, LoraSettings, add_adapters
 from verl.workers.rollout.base import SamplingParams, run_blocking
 from verl.workers.rollout.hf.engine import HFRolloutEngine
 from verl.workers.sharding_manager.adapters import AdapterSync
-
-PROMPTS = random_prompts([5, 17, 9, 3])
-SAMPLED = SamplingParams(16, seed=3, ignore_eos=True)
 
 
 @pytest.fixture
@@ -40,17 +47,6 @@ def make_engine(model: torch.nn.Module, directory: Path, **rollout: Any) -> HFRo
 
 def sync_of(model: torch.nn.Module, engine: HFRolloutEngine, *, streams: bool = False) -> AdapterSync:
     return AdapterSync(AdaptedModel(model, streams=streams), engine, on_unchanged="error")
-
-
-def assert_served(model: torch.nn.Module, engine: HFRolloutEngine, atol: float = 1e-5) -> None:
-    """The engine generates with the model's weights and adapter as they are now."""
-    greedy = SamplingParams(10, temperature=0.0, ignore_eos=True)
-    for prompt, completion in zip(PROMPTS, generate(engine, PROMPTS, greedy), strict=True):
-        assert completion.token_ids == reference_logits(model, prompt, completion.token_ids).argmax(-1).tolist()
-    for prompt, completion in zip(PROMPTS, generate(engine, PROMPTS, SAMPLED), strict=True):
-        table = reference_logits(model, prompt, completion.token_ids).log_softmax(-1)
-        expected = table[torch.arange(len(completion.token_ids)), torch.tensor(completion.token_ids)]
-        torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("pack", [False, True])

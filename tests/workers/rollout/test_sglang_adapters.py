@@ -9,20 +9,27 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.rollout.adapted import ALPHA, RANK, AdaptedModel, adapter_bytes, change_adapter, make_adapted_model
-from tests.workers.rollout.helpers import generate, missing_package, random_prompts, reference_logits
+from tests.workers.rollout.adapted import (
+    ALPHA,
+    PROMPTS,
+    RANK,
+    SAMPLED,
+    AdaptedModel,
+    adapter_bytes,
+    assert_served,
+    change_adapter,
+    make_adapted_model,
+)
+from tests.workers.rollout.helpers import generate, missing_package
 from verl.config import ModelConfig, RolloutConfig
 from verl.errors import ConfigError, RolloutError, WeightSyncError
-from verl.workers.rollout.base import SamplingParams, run_blocking
+from verl.workers.rollout.base import run_blocking
 from verl.workers.sharding_manager.adapters import AdapterSync
 
 pytestmark = [
     pytest.mark.sglang,
     pytest.mark.skipif(bool(missing_package("sglang")), reason=missing_package("sglang") or ""),
 ]
-
-PROMPTS = random_prompts([5, 17, 9, 3])
-SAMPLED = SamplingParams(16, seed=3, ignore_eos=True)
 
 
 @pytest.fixture
@@ -48,17 +55,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     engine.close()
 
 
-def assert_served(model: torch.nn.Module, engine: Any) -> None:
-    """The engine generates with the model's weights and adapter as they are now."""
-    greedy = SamplingParams(10, temperature=0.0, ignore_eos=True)
-    for prompt, completion in zip(PROMPTS, generate(engine, PROMPTS, greedy), strict=True):
-        assert completion.token_ids == reference_logits(model, prompt, completion.token_ids).argmax(-1).tolist()
-    for prompt, completion in zip(PROMPTS, generate(engine, PROMPTS, SAMPLED), strict=True):
-        table = reference_logits(model, prompt, completion.token_ids).log_softmax(-1)
-        expected = table[torch.arange(len(completion.token_ids)), torch.tensor(completion.token_ids)]
-        torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=1e-4, rtol=0)
-
-
 def copied(metrics: dict[str, float]) -> int:
     return round(metrics["weight_sync/copied_mb"] * 2**20)
 
@@ -74,22 +70,22 @@ def test_the_base_weights_come_once_and_the_adapter_at_every_update(
     whole = sum(parameter.nbytes for parameter in model.parameters())
     assert copied(sync.sync(version + 1)) >= whole
     run_blocking(engine.wake())
-    assert_served(model, engine)
+    assert_served(model, engine, atol=1e-4)
     change_adapter(model, seed=2)
     assert copied(sync.sync(version + 2)) == adapter_bytes(model) < whole / 3
-    assert_served(model, engine)
+    assert_served(model, engine, atol=1e-4)
     # asleep: both are given back, and the base is read again where it is
     held = engine.memory().owned_weights
     run_blocking(engine.sleep())
     assert engine.memory().owned_weights == 0
     run_blocking(engine.wake())
     assert engine.memory().owned_weights == held
-    assert_served(model, engine)
+    assert_served(model, engine, atol=1e-4)
     run_blocking(engine.sleep())
     change_adapter(model, seed=3)
     assert copied(sync.sync(version + 3)) == adapter_bytes(model)
     run_blocking(engine.wake())
-    assert_served(model, engine)
+    assert_served(model, engine, atol=1e-4)
 
 
 def test_an_update_needs_the_whole_adapter(engine: Any, model: torch.nn.Module) -> None:
@@ -111,7 +107,7 @@ def test_an_update_needs_the_whole_adapter(engine: Any, model: torch.nn.Module) 
         generate(engine, PROMPTS, SAMPLED)
     assert not engine.needs_base
     run_blocking(update(names))
-    assert_served(model, engine)
+    assert_served(model, engine, atol=1e-4)
 
 
 def test_some_parts_of_a_fused_layer_have_an_adapter(tmp_path: Path) -> None:
@@ -121,7 +117,7 @@ def test_some_parts_of_a_fused_layer_have_an_adapter(tmp_path: Path) -> None:
     try:
         AdapterSync(AdaptedModel(model), engine).sync(1)
         run_blocking(engine.wake())
-        assert_served(model, engine)
+        assert_served(model, engine, atol=1e-4)
     finally:
         engine.close()
 

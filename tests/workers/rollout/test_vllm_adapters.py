@@ -9,25 +9,30 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.rollout.adapted import ALPHA, RANK, AdaptedModel, adapter_bytes, change_adapter, make_adapted_model
+from tests.workers.rollout.adapted import (
+    ALPHA,
+    PROMPTS,
+    RANK,
+    SAMPLED,
+    AdaptedModel,
+    adapter_bytes,
+    assert_served,
+    change_adapter,
+    make_adapted_model,
+)
 from tests.workers.rollout.helpers import (
     generate,
     missing_package,
-    random_prompts,
-    reference_logits,
 )
 from verl.config import ModelConfig, RolloutConfig
 from verl.errors import ConfigError, RolloutError, WeightSyncError
-from verl.workers.rollout.base import Completion, SamplingParams, run_blocking
+from verl.workers.rollout.base import run_blocking
 from verl.workers.sharding_manager.adapters import AdapterSync
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(bool(missing_package("vllm")), reason=missing_package("vllm") or ""),
 ]
-
-PROMPTS = random_prompts([5, 17, 9, 3])
-SAMPLED = SamplingParams(16, seed=3, ignore_eos=True)
 
 
 def make_engine(
@@ -67,24 +72,6 @@ def engine(shared: Any) -> Any:
 
 def sync_of(model: torch.nn.Module, engine: Any, *, streams: bool = False) -> AdapterSync:
     return AdapterSync(AdaptedModel(model, streams=streams), engine, on_unchanged="error")
-
-
-def worst_difference(model: torch.nn.Module, completions: list[Completion]) -> float:
-    """Largest difference between reported log-probabilities and those of Transformers with the adapter."""
-    worst = 0.0
-    for prompt, completion in zip(PROMPTS, completions, strict=True):
-        table = reference_logits(model, prompt, completion.token_ids).log_softmax(-1)
-        expected = table[torch.arange(len(completion.token_ids)), torch.tensor(completion.token_ids)]
-        worst = max(worst, float((expected - torch.tensor(completion.log_probs)).abs().max()))
-    return worst
-
-
-def assert_served(model: torch.nn.Module, engine: Any) -> None:
-    """The engine generates with the model's weights and adapter as they are now."""
-    greedy = generate(engine, PROMPTS, SamplingParams(10, temperature=0.0, ignore_eos=True))
-    for prompt, completion in zip(PROMPTS, greedy, strict=True):
-        assert completion.token_ids == reference_logits(model, prompt, completion.token_ids).argmax(-1).tolist()
-    assert worst_difference(model, generate(engine, PROMPTS, SAMPLED)) < 1e-5
 
 
 def copied(metrics: dict[str, float]) -> int:

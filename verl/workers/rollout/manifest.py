@@ -30,6 +30,29 @@ def split_adapter(bucket: Iterable[Named]) -> tuple[list[Named], list[Named]]:
     return weights, adapter
 
 
+@dataclass(frozen=True, slots=True)
+class LiveWeight:
+    """A weight of the training engine that stays readable, and how often it had been written to when it was read."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> LiveWeight:
+        """The weight as it is now."""
+        return cls(tensor, _version_of(tensor))
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether nobody wrote to it since."""
+        return _version_of(self.tensor) == self.version
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to; -1 where torch does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 # ---------------------------------------------------------------------------- which weights there are
 
 

@@ -29,7 +29,7 @@ from verl.workers.rollout.base import (
     RolloutMemory,
     run_blocking,
 )
-from verl.workers.rollout.manifest import Named, WeightManifest, digest
+from verl.workers.rollout.manifest import LiveWeight, Named, WeightManifest, digest
 from verl.workers.rollout.serving import Gate, check_ready, check_request, parts_of, with_partial
 from verl.workers.rollout.settings import max_model_len, resolve_dtype, special_tokens
 from verl.workers.rollout.sglang_adapters import ADAPTED_LAYERS, ADAPTER, SLOTS
@@ -134,8 +134,8 @@ class SGLangRolloutEngine(RolloutEngine):
         self._complete = False
         self._values = False  # the server's memory has the values of the last hand-over
         self._new_base = False  # the update that is running brings base weights
-        self._arriving: dict[str, tuple[torch.Tensor, int]] | None = None
-        self._live: dict[str, tuple[torch.Tensor, int]] | None = None
+        self._arriving: dict[str, LiveWeight] | None = None
+        self._live: dict[str, LiveWeight] | None = None
         self._running: dict[str, str] = {}  # name on the server -> request id
         self._unwanted: set[str] = set()
         if rollout_config.free_cache_engine:  # nobody needs it before the first weights and the first request
@@ -439,11 +439,11 @@ class SGLangRolloutEngine(RolloutEngine):
         return self._complete and self._unchanged(self._live)
 
     @staticmethod
-    def _unchanged(live: Mapping[str, tuple[torch.Tensor, int]] | None) -> bool:
+    def _unchanged(live: Mapping[str, LiveWeight] | None) -> bool:
         """Whether these tensors of the training engine are what they were when they were handed over."""
-        return live is not None and all(_version_of(tensor) == version for tensor, version in live.values())
+        return live is not None and all(item.unchanged for item in live.values())
 
-    def _live_base(self) -> dict[str, tuple[torch.Tensor, int]] | None:
+    def _live_base(self) -> dict[str, LiveWeight] | None:
         return None if self._live is None else {n: item for n, item in self._live.items() if not is_adapter_name(n)}
 
     async def _reload(self) -> None:
@@ -456,7 +456,7 @@ class SGLangRolloutEngine(RolloutEngine):
             )
         assert self._live is not None
         await self._control("/begin_weight_update", {})
-        await self._send([(name, tensor) for name, (tensor, _) in self._live.items()])
+        await self._send([(name, item.tensor) for name, item in self._live.items()])
         await self._control("/end_weight_update", {})
         self._values = True
 
@@ -498,7 +498,7 @@ class SGLangRolloutEngine(RolloutEngine):
         if not live:
             self._arriving = None
         elif self._arriving is not None:
-            self._arriving.update({name: (tensor, _version_of(tensor)) for name, tensor in weights})
+            self._arriving.update({name: LiveWeight.of(tensor) for name, tensor in weights})
 
     async def end_update(self) -> None:
         """Finish the update; see :meth:`RolloutEngine.end_update`."""
@@ -509,7 +509,7 @@ class SGLangRolloutEngine(RolloutEngine):
             adapter_only = self.takes_adapter and not self._new_base and not self.needs_base
             self.manifest.end(adapter_only=adapter_only)
             if adapter_only and not self._values:
-                await self._send([(name, tensor) for name, (tensor, _) in (self._live_base() or {}).items()])
+                await self._send([(name, item.tensor) for name, item in (self._live_base() or {}).items()])
         except BaseException:
             await self._cancel_update()
             raise
@@ -615,8 +615,3 @@ def _pieces(weights: Sequence[Named], limit: int) -> Iterator[list[Named]]:
         used += tensor.nbytes
     if piece:
         yield piece
-
-
-def _version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to; -1 where torch does not count."""
-    return -1 if tensor.is_inference() else tensor._version

@@ -33,7 +33,7 @@ from verl.workers.rollout.base import (
     RolloutMemory,
     WeightPart,
 )
-from verl.workers.rollout.manifest import WeightManifest, split_adapter
+from verl.workers.rollout.manifest import LiveWeight, WeightManifest, split_adapter
 from verl.workers.rollout.serving import Call, Gate, check_ready, check_request, parts_of, with_partial
 from verl.workers.rollout.settings import resolve_dtype, special_tokens
 from verl.workers.rollout.vllm_adapters import MAX_RANKS, adapter_request
@@ -58,19 +58,6 @@ class _Ticket:
     request: GenerationRequest
     call: Call
     index: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Live:
-    """A weight of the training engine that stays readable, and its state when it was read."""
-
-    tensor: torch.Tensor
-    version: int
-
-    @property
-    def unchanged(self) -> bool:
-        """Whether nobody wrote to it since."""
-        return _version_of(self.tensor) == self.version
 
 
 class VLLMRolloutEngine(RolloutEngine):
@@ -173,9 +160,9 @@ class VLLMRolloutEngine(RolloutEngine):
         self._next_version: int | None = None
         self._complete = False
         self._values = False  # memory of the weights has the values of the last hand-over
-        self._live: dict[str, _Live] | None = None
+        self._live: dict[str, LiveWeight] | None = None
         #: of the update that is running: what may become ``_live``, and which parts have begun to arrive
-        self._arriving: dict[str, _Live] | None = None
+        self._arriving: dict[str, LiveWeight] | None = None
         self._begun: set[str] = set()
         self._tickets: dict[str, _Ticket] = {}
         self._inbox: list[tuple[_Ticket, GenerationRequest]] = []
@@ -536,7 +523,7 @@ class VLLMRolloutEngine(RolloutEngine):
         if not live:
             self._arriving = None
         elif self._arriving is not None:
-            self._arriving.update({name: _Live(tensor, _version_of(tensor)) for name, tensor in arrived})
+            self._arriving.update({name: LiveWeight.of(tensor) for name, tensor in arrived})
 
     def weight_parts(self, names: Iterable[str]) -> dict[str, list[WeightPart]] | None:
         """This rank's share of the weights; see :meth:`RolloutEngine.weight_parts`."""
@@ -621,8 +608,3 @@ def _with_seed(request: GenerationRequest, key: str) -> GenerationRequest:
     if sampling.seed is None:
         sampling = replace(sampling, seed=secrets.randbits(62))
     return replace(request, sampling=sampling, request_id=key)
-
-
-def _version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to; -1 where torch does not count."""
-    return -1 if tensor.is_inference() else tensor._version

@@ -173,14 +173,20 @@ def run_until_preempted(engine: HFRolloutEngine, requests: list[GenerationReques
     return asyncio.run(run())
 
 
-def test_aborted_while_waiting_it_has_its_tokens_and_can_be_continued(qwen: torch.nn.Module, tmp_path: Path) -> None:
-    engine = loaded_engine(qwen, tmp_path)
+def answers_and_requests(engine: HFRolloutEngine) -> tuple[list[Completion], list[GenerationRequest]]:
+    """What an engine with room for all answers, and the requests that it answers so."""
     settings = [SamplingParams(40, seed=number, ignore_eos=True) for number in range(N * len(LENGTHS))]
     expected = generate(engine, prompts_of_groups(), settings)
     requests = [
         GenerationRequest(prompt, one, str(number))
         for number, (prompt, one) in enumerate(zip(prompts_of_groups(), settings, strict=True))
     ]
+    return expected, requests
+
+
+def test_aborted_while_waiting_it_has_its_tokens_and_can_be_continued(qwen: torch.nn.Module, tmp_path: Path) -> None:
+    engine = loaded_engine(qwen, tmp_path)
+    expected, requests = answers_and_requests(engine)
     waited: list[int] = []
 
     async def abort() -> None:
@@ -201,12 +207,7 @@ def test_aborted_while_waiting_it_has_its_tokens_and_can_be_continued(qwen: torc
 
 def test_paused_while_one_waits_all_go_on(qwen: torch.nn.Module, tmp_path: Path) -> None:
     engine = loaded_engine(qwen, tmp_path)
-    settings = [SamplingParams(40, seed=number, ignore_eos=True) for number in range(N * len(LENGTHS))]
-    expected = generate(engine, prompts_of_groups(), settings)
-    requests = [
-        GenerationRequest(prompt, one, str(number))
-        for number, (prompt, one) in enumerate(zip(prompts_of_groups(), settings, strict=True))
-    ]
+    expected, requests = answers_and_requests(engine)
 
     async def pause_and_resume() -> None:
         await engine.pause()
