@@ -2,7 +2,7 @@
 
 from verl.data.collate import collate_fn
 from verl.data.loader import ResumableDataLoader, create_dataloader
-from verl.data.rl_dataset import RLHFDataset, create_dataset, get_dataset_class, has_images
+from verl.data.rl_dataset import RLHFDataset, create_dataset, fingerprint_of, get_dataset_class, has_images
 
 __all__ = [
     "RLHFDataset",
@@ -10,6 +10,7 @@ __all__ = [
     "collate_fn",
     "create_dataloader",
     "create_dataset",
+    "fingerprint_of",
     "get_dataset_class",
     "has_images",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,12 @@ class PreferenceDataset(Dataset):
     def has_images(self) -> bool:
         """Whether some row has an image."""
         return self.images.present
+
+    def fingerprint(self, items: Iterable[int] | None = None) -> str:
+        """SHA-256 of the rows, or of those of some items, in their order; see
+        :meth:`verl.data.files.Rows.fingerprint`.
+        """
+        return self.rows.fingerprint(items)
 
     def __len__(self) -> int:
         return len(self.rows)

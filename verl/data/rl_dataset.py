@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import islice, repeat
 from pathlib import Path
@@ -179,6 +179,14 @@ class RLHFDataset(Dataset):
                     raise length
             yield length + image_tokens[row]
 
+    def fingerprint(self, items: Iterable[int] | None = None) -> str:
+        """SHA-256 of the rows that are used, in their order; see :meth:`verl.data.files.Rows.fingerprint`.
+
+        Args:
+            items: numbers of the items that count; None for all of them.
+        """
+        return self.rows.fingerprint(self._indices if items is None else map(self._indices.__getitem__, items))
+
     def __len__(self) -> int:
         return len(self._indices)
 
@@ -340,3 +348,17 @@ def has_images(dataset: Any) -> bool:
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return bool(getattr(dataset, "has_images", False))
+
+
+def fingerprint_of(dataset: Any) -> str | None:
+    """The fingerprint of the rows that a data set uses, or the part of one; None for a user's class without any.
+
+    Any data set may have a method ``fingerprint(items)``: a text that is equal where the rows of these items are.
+    """
+    items: list[int] | None = None
+    while isinstance(dataset, Subset):
+        chosen = [int(index) for index in dataset.indices]
+        items = chosen if items is None else [chosen[index] for index in items]
+        dataset = dataset.dataset
+    fingerprint = getattr(dataset, "fingerprint", None)
+    return str(fingerprint(items)) if callable(fingerprint) else None

@@ -6,7 +6,7 @@ import inspect
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,6 +79,12 @@ class SFTDataset(Dataset):
     def has_images(self) -> bool:
         """Whether some row has an image."""
         return self.images.present
+
+    def fingerprint(self, items: Iterable[int] | None = None) -> str:
+        """SHA-256 of the rows, or of those of some items, in their order; see
+        :meth:`verl.data.files.Rows.fingerprint`.
+        """
+        return self.rows.fingerprint(items)
 
     def __len__(self) -> int:
         return len(self.rows)
