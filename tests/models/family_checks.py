@@ -151,7 +151,10 @@ CHECKS: dict[str, Callable[[str, Path], None]] = {
 }
 
 #: (family, column) -> what is said instead of "yes"; the check must then fail with this sentence
-UNSUPPORTED: dict[tuple[str, str], str] = {}
+UNSUPPORTED: dict[tuple[str, str], str] = dict.fromkeys(
+    (("lfm2", "generation (hf)"), ("lfm2", "weights after a step")),
+    "has conv layers, which rollout.name=hf does not serve",
+)
 
 
 def _greedy(path: str, rollout: Any) -> list[list[int]]:
