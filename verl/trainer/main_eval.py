@@ -20,7 +20,7 @@ import numpy as np
 from verl.config.cli import parse_cli
 from verl.config.generation import EvalConfig, MetricsConfig
 from verl.errors import ConfigError, DataError, RewardError
-from verl.utils.fs import atomic_write_text
+from verl.utils.fs import atomic_write_text, ensure_writable_dir
 from verl.utils.logging import setup_logging
 from verl.utils.program import exit_code
 
@@ -48,6 +48,9 @@ def evaluate(config: EvalConfig) -> Result:
 
     config.check_files()
     data = config.data
+    for key in ("output_path", "scores_path"):  # before the scores are worked out
+        if path := getattr(data, key):
+            ensure_writable_dir(Path(path).expanduser().absolute().parent, purpose=f"directory of data.{key}")
     rows = Rows(data.path, required=[data.response_key, data.data_source_key, data.reward_model_key])
     calls, owners = _calls(rows, config)
     scores, passed = _score(calls, owners, rows, config)
