@@ -7,7 +7,6 @@ work is done; one that fails later, or does not answer, never stops the run: tha
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import math
 import numbers
@@ -26,6 +25,7 @@ from rich.markup import escape
 from verl import envs
 from verl.errors import ConfigError
 from verl.utils.background import Courier
+from verl.utils.json_text import dumps_json as dumps_json  # also known under this module
 from verl.utils.logging import redact
 from verl.utils.registry import Registry
 from verl.utils.timing import EtaEstimator, format_duration
@@ -305,24 +305,6 @@ class FileTracker(Tracker):
 @TRACKERS.register("file")
 def _file(info: RunInfo) -> Tracker:
     return FileTracker(envs.get("VERL_FILE_LOGGER_PATH") or info.local_dir / "metrics.jsonl")
-
-
-def dumps_json(record: Any) -> str:
-    """Strict JSON for anything: non-finite numbers as strings, arrays as lists, other objects as text."""
-    return json.dumps(_jsonable(record), allow_nan=False, ensure_ascii=False)
-
-
-def _jsonable(value: Any) -> Any:
-    value = _plain(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_jsonable(item) for item in value]
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    return str(value)
 
 
 def _plain(value: Any) -> Any:
