@@ -189,10 +189,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+#: families whose tokens exchange values by attention alone, so that rows can be packed
+ATTENTION_FAMILIES = sorted(set(FAMILIES) - {"lfm2"})
+
+#: latent attention to a selection of tokens (DeepSeek V3.2, GLM 5), which no family of the table has
+SPARSE: dict[str, Any] = {
+    **{name: value for name, value in FAMILIES["glm4_moe_lite"].items() if name != "n_group"},
+    "n_group": 1,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 4,
+}
+
 
 def make_config(family: str, **changes: Any) -> PreTrainedConfig:
     """The tiny config of a family, with ``changes``."""
-    settings = {**COMMON, **FAMILIES[family], **changes}
+    settings = {**COMMON, **FAMILIES.get(family, {}), **changes}
     return AutoConfig.for_model(settings.pop("model_type", family), **settings)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.models.families import FAMILIES, make_batch, make_config
+from tests.models.families import ATTENTION_FAMILIES, make_batch, make_config
 from verl.errors import ConfigError
 from verl.models.attention import IMPLEMENTATION, split_into_blocks
 from verl.models.heads import PolicyModel
@@ -62,7 +62,7 @@ def gradients(model: PreTrainedModel, outputs: dict[str, Tensor]) -> dict[str, T
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", ATTENTION_FAMILIES)
 def test_every_layout_gives_the_numbers_of_plain_transformers(family: str) -> None:
     model = make_model(family)
     batch = ragged()

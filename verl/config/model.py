@@ -34,6 +34,12 @@ class ModelConfig(Config):
         False, "Recompute a chunk's logits in the backward pass: no logits are kept, at the cost of one more product."
     )
     use_remove_padding: bool = opt(True, "Pack the samples of a micro-batch without padding tokens.")
+    verify: str = opt(
+        "auto",
+        "Compare the model with plain Transformers when it is built, and refuse it where the numbers differ: auto = "
+        "families outside of the tested table and code that comes with the model, always, never.",
+        choices=("auto", "always", "never"),
+    )
     lora_rank: int = opt(
         0, "Rank of low-rank adapters, which train instead of the weights; 0 trains the weights.", ge=0
     )

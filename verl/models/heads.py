@@ -18,12 +18,16 @@ from verl.errors import ConfigError
 from verl.models.attention import packed_attention
 from verl.models.logprobs import LogitTransform, token_log_probs, token_sum_pi_squared
 from verl.models.packing import RowLayout
+from verl.models.probe import ProbeRow, plain_attention, plain_log_probs
 from verl.models.vision import ImageTokens, embed
 
 #: fields that each head can compute
 LM_OUTPUTS = frozenset({"log_probs", "entropys", "sum_pi_squared"})
 VALUE_OUTPUTS = frozenset({"values"})
 CLASSIFIER_OUTPUTS = frozenset({"scores"})
+#: field of every head for comparisons with plain Transformers: (B,R), one number for each response token that depends
+#: on all of the backbone
+PROBE = "probe"
 
 
 class HeadModel(nn.Module, ABC):
@@ -81,9 +85,34 @@ class HeadModel(nn.Module, ABC):
                 if buffer is not None and key not in module._non_persistent_buffers_set:
                     yield (f"{name}.{key}" if name else key), buffer
 
+    def forward(
+        self, layout: RowLayout | ProbeRow, want: frozenset[str], temperature: float = 1.0
+    ) -> dict[str, Tensor]:
+        """Compute the wanted fields, float32; of a :class:`ProbeRow` :data:`PROBE` in plain Transformers, (R,)."""
+        if isinstance(layout, ProbeRow):
+            return {PROBE: self.plain_probe(layout)}
+        if want == {PROBE}:
+            return {PROBE: self.probe(layout)}
+        self._check(want)
+        return self.compute(layout, want, temperature)
+
     @abstractmethod
-    def forward(self, layout: RowLayout, want: frozenset[str], temperature: float = 1.0) -> dict[str, Tensor]:
+    def compute(self, layout: RowLayout, want: frozenset[str], temperature: float) -> dict[str, Tensor]:
         """Compute the wanted fields, float32."""
+
+    def probe(self, layout: RowLayout) -> Tensor:
+        """:data:`PROBE` of the rows in ``layout``: here hidden states along a fixed direction."""
+        states = self.hidden_states(layout).index_select(0, layout.predict_index)
+        return place_results(layout, {PROBE: _along(states)})[PROBE]
+
+    @torch.no_grad()
+    def plain_probe(self, row: ProbeRow) -> Tensor:
+        """The same for one row in plain Transformers."""
+        device = self.backbone.get_input_embeddings().weight.device
+        ids = torch.tensor(row.token_ids, device=device)[None]
+        with plain_attention(self.model):
+            states = self.backbone(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        return _along(states.last_hidden_state[0, row.prompt_length - 1 : -1])
 
     def _check(self, want: frozenset[str]) -> None:
         if not want <= self.outputs:
@@ -107,8 +136,7 @@ class PolicyModel(HeadModel):
         self.transform = LogitTransform.of(model)
         self.keep_logits = True  # for the backward pass, where they fit one chunk
 
-    def forward(self, layout: RowLayout, want: frozenset[str], temperature: float = 1.0) -> dict[str, Tensor]:
-        self._check(want)
+    def compute(self, layout: RowLayout, want: frozenset[str], temperature: float) -> dict[str, Tensor]:
         states = self.hidden_states(layout).index_select(0, layout.predict_index)
         head = self.__dict__["lm_head"]
         log_probs, entropies = token_log_probs(
@@ -130,14 +158,21 @@ class PolicyModel(HeadModel):
             )
         return place_results(layout, results)
 
+    def probe(self, layout: RowLayout) -> Tensor:
+        """Log-probabilities: the head's transformation of logits takes part."""
+        return self.compute(layout, frozenset({"log_probs"}), 1.0)["log_probs"]
+
+    def plain_probe(self, row: ProbeRow) -> Tensor:
+        device = self.__dict__["lm_head"].weight.device
+        return plain_log_probs(self.model, [row], device=device)[0]
+
 
 class ValueModel(HeadModel):
     """Critic: ``values`` (B,R), each the value of the state before its response token is chosen."""
 
     outputs = VALUE_OUTPUTS
 
-    def forward(self, layout: RowLayout, want: frozenset[str], temperature: float = 1.0) -> dict[str, Tensor]:
-        self._check(want)
+    def compute(self, layout: RowLayout, want: frozenset[str], temperature: float) -> dict[str, Tensor]:
         states = self.hidden_states(layout).index_select(0, layout.predict_index)
         return place_results(layout, {"values": self.model.score(states)[:, 0].float()})
 
@@ -147,8 +182,7 @@ class ClassifierModel(HeadModel):
 
     outputs = CLASSIFIER_OUTPUTS
 
-    def forward(self, layout: RowLayout, want: frozenset[str], temperature: float = 1.0) -> dict[str, Tensor]:
-        self._check(want)
+    def compute(self, layout: RowLayout, want: frozenset[str], temperature: float) -> dict[str, Tensor]:
         states = self.hidden_states(layout)
         if layout.rows == 0:
             return {"scores": _anchor(self.model.score(states[:1])).expand(0).clone()}
@@ -159,6 +193,12 @@ class ClassifierModel(HeadModel):
 
 
 HEADS: dict[str, type[HeadModel]] = {"lm": PolicyModel, "value": ValueModel, "classifier": ClassifierModel}
+
+
+def _along(states: Tensor) -> Tensor:
+    """(N, H) states to (N,): their parts along a fixed direction, as large as one of their values."""
+    direction = torch.randn(states.shape[-1], generator=torch.Generator().manual_seed(0)).to(states.device)
+    return states.float() @ (direction / direction.norm())
 
 
 def place_results(layout: RowLayout, results: dict[str, Tensor]) -> dict[str, Tensor]:

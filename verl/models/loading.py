@@ -47,6 +47,7 @@ _DROPOUT_KEYS = frozenset({"attention_dropout", "embd_pdrop", "resid_pdrop", "at
 _SHM_ROOT = Path("/dev/shm/verl-models")
 # Layer kinds whose only exchange between tokens is attention, so that rows can be packed.
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_STATE_LAYERS = frozenset({"conv", "linear_attention", "mamba", "recurrent", "hybrid"})
 
 
 def resolve_model_dir(path: str | None, *, use_shm: bool = False) -> Path:
@@ -126,18 +127,39 @@ def load_hf_config(model_config: ModelConfig) -> PreTrainedConfig:
     attention = overrides.pop("attn_implementation", None)
     apply_overrides(config, overrides)
     if attention is None and _uses_attention_interface(config):
-        attention = IMPLEMENTATION
+        attention = "eager" if selects_tokens(config) else IMPLEMENTATION
     config._attn_implementation = attention  # None: what Transformers chooses
     return config
 
 
+def _class_of(config: PreTrainedConfig) -> type | None:
+    """The class of a language model; None for code that comes with a model."""
+    try:
+        return language_model_class(config)._model_mapping[type(config)]  # type: ignore[no-any-return]
+    except KeyError:
+        return None
+
+
 def _uses_attention_interface(config: PreTrainedConfig) -> bool:
     """Whether the family lets attention be replaced; code that comes with a model is not trusted to."""
-    try:
-        model_class = language_model_class(config)._model_mapping[type(config)]
-    except KeyError:
-        return False
-    return bool(getattr(model_class, "_supports_attention_backend", False))
+    return bool(getattr(_class_of(config), "_supports_attention_backend", False))
+
+
+def selects_tokens(config: PreTrainedConfig) -> bool:
+    """Whether each token attends to a selection of tokens (DeepSeek's sparse attention and its relatives).
+
+    Such models apply the selection themselves in Transformers' own attention alone, and pass it on to any other.
+    """
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    return "indexed_attention" in kinds or getattr(text, "index_topk", None) is not None
+
+
+def keeps_state(config: PreTrainedConfig) -> bool:
+    """Whether something besides attention carries values from token to token: a convolution or a recurrence."""
+    model_class = _class_of(config)
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    return bool(getattr(model_class, "_is_stateful", False)) or bool(kinds & _STATE_LAYERS)
 
 
 def apply_overrides(config: PreTrainedConfig, overrides: Mapping[str, Any], where: str = "override_config") -> None:
@@ -165,7 +187,7 @@ def apply_overrides(config: PreTrainedConfig, overrides: Mapping[str, Any], wher
 def supports_packing(config: PreTrainedConfig) -> bool:
     """Whether rows without padding give exact results: attention alone may mix tokens, and it must be our own."""
     text = config.get_text_config()
-    if config._attn_implementation != IMPLEMENTATION:
+    if config._attn_implementation != IMPLEMENTATION or keeps_state(config):
         return False
     layers = set(getattr(text, "layer_types", None) or ["full_attention"])
     return layers <= _ATTENTION_LAYERS and getattr(text, "is_causal", True) is not False

@@ -302,6 +302,7 @@ def plain_log_probs(
     *,
     temperature: float = 1.0,
     allowed: Tensor | None = None,
+    device: torch.device | None = None,
 ) -> list[Tensor]:
     """Log-probabilities of each row's response in plain Transformers.
 
@@ -313,11 +314,13 @@ def plain_log_probs(
         rows: of :func:`make_probe`.
         temperature: divides the logits.
         allowed: (V,) bool, tokens that may be sampled; the probabilities of the others are 0. None: all.
+        device: of the input; None: that of the parameters.
 
     Returns:
         For each row (response_length,) float32 on the CPU.
     """
-    device = next(model.parameters()).device
+    if device is None:
+        device = next(model.parameters()).device
     training = model.training
     model.eval()
     results = []

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from tests.models.families import FAMILIES, make_config
+from tests.models.families import ATTENTION_FAMILIES, make_config
 from tests.workers.rollout.helpers import (
     generate,
     hand_over,
@@ -46,7 +46,7 @@ def engine(qwen: torch.nn.Module, tmp_path: Path) -> HFRolloutEngine:
     return loaded_engine(qwen, tmp_path)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", ATTENTION_FAMILIES)
 def test_greedy_equals_transformers_generate(family: str, tmp_path: Path) -> None:
     model = make_model(family)
     prompts = random_prompts(RAGGED)
@@ -66,7 +66,7 @@ def test_compiled_layers_give_the_same_tokens(tmp_path: Path) -> None:
         assert completion.token_ids == reference_greedy(model, prompt, 6)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", ATTENTION_FAMILIES)
 def test_sampled_log_probs_equal_a_plain_forward(family: str, tmp_path: Path) -> None:
     model = make_model(family, spread=3.0)
     prompts = random_prompts(RAGGED)

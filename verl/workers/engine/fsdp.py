@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from verl.checkpoint.image import ShardImage
 from verl.errors import CheckpointError, ConfigError
 from verl.models.decoder import compile_dense_parts, decoder_layers
-from verl.models.heads import HEADS, HeadModel, PolicyModel
+from verl.models.families import must_verify, require_agreement
+from verl.models.heads import HEADS, PROBE, HeadModel, PolicyModel
 from verl.models.loading import (
     LOADERS,
     has_dropout,
@@ -28,6 +29,7 @@ from verl.models.loading import (
 from verl.models.lora import LoraSettings, adapter_layers, adapters_off, add_adapters, is_adapter_name, merged
 from verl.models.offload import offload_activations
 from verl.models.packing import RowLayout, build_layout
+from verl.models.probe import Probe, compare, make_probe
 from verl.models.sliced import DeferredWeights, local_part
 from verl.models.ulysses import SequenceGroup, check_model, split_sequence
 from verl.utils.background import BackgroundTask
@@ -60,6 +62,8 @@ from verl.workers.engine.sharding import (
 )
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from verl.config import CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig
 
 logger = logging.getLogger(__name__)
@@ -186,6 +190,47 @@ class FSDPEngine(TrainEngine):
         self.module.eval()
         self._guard = MemoryGuard(self.device, world)
         self._residency.settle("model")
+        if must_verify(self.model_config, config):
+            self._verify(config)
+
+    def probe(self) -> Probe:
+        """Rows on which differences between two forms of the model show."""
+        return make_probe(self.module.model.config)
+
+    def _verify(self, config: PreTrainedConfig) -> None:
+        """Compare the model, as it runs here, with plain Transformers on the same weights. Collective.
+
+        Raises:
+            ConfigError: the numbers differ.
+        """
+        probe = self.probe()
+        with self.resident(optimizer=False), torch.no_grad():
+            want = [self.module(row, frozenset({PROBE}))[PROBE] for row in probe.rows]
+        require_agreement(
+            self._probed(probe),
+            want,
+            probe,
+            model_type=config.model_type,
+            what=f"{'packed' if self.packed else 'padded'} training rows",
+            dtype=self.precision.compute,
+            remedy=lambda: self._remedy(probe, want),
+        )
+
+    def _probed(self, probe: Probe) -> list[Tensor]:
+        return probe.split(self.forward(probe.batch(), frozenset({PROBE}), micro=MicroBatching())[PROBE])
+
+    def _remedy(self, probe: Probe, want: list[Tensor]) -> str:
+        """What helps where the numbers of packed or padded rows are wrong."""
+        last = "model.verify=never trains it all the same"
+        if not self.packed:
+            return f"This model cannot be trained here; {last}"
+        self.packed = False
+        if (
+            self._sequence is None
+            and compare(self._probed(probe), want, probe.rows, dtype=self.precision.compute).agrees
+        ):
+            return f"Padded rows agree: set model.use_remove_padding=false; {last}"
+        return f"Padded rows differ too, so this model cannot be trained here; {last}"
 
     def _place_rank(self, rank: int, world: int) -> None:
         """Make the groups of ranks that share sequences, and of those that see different rows."""
