@@ -119,7 +119,10 @@ def test_no_program() -> None:
     assert code.compute_score(block("puts 1", "ruby"), SQUARES)["code_status"] == "no_code"
 
 
-@pytest.mark.parametrize("truth", [{}, {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}, 3])
+@pytest.mark.parametrize(
+    "truth",
+    [{"a": 1}, {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}, {"assert_case": []}, 3],
+)
 def test_references_without_tests(truth: Any) -> None:
     with pytest.raises(DataError, match="describes no tests"):
         code.compute_score(block("x"), truth)

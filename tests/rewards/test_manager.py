@@ -174,8 +174,8 @@ def test_missing_fields_are_named() -> None:
     del data.non_tensor_batch["reward_model"]
     with pytest.raises(DataError, match="no 'reward_model'"):
         manager(by_text({"a": 1.0}))(data)
-    data = batch(["a"], reward_model=np.array([{"style": "rule"}], dtype=object))
-    with pytest.raises(DataError, match="sample 0: reward_model=.* has no 'ground_truth'"):
+    data = batch(["a"], reward_model=np.array(["rule"], dtype=object))
+    with pytest.raises(DataError, match="sample 0: reward_model='rule' is no mapping with 'ground_truth'"):
         manager(by_text({"a": 1.0}))(data)
 
 

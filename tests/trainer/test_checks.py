@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from torch.utils.data import Subset
 from transformers import AutoModelForSequenceClassification
@@ -116,7 +119,8 @@ def test_a_data_source_that_no_rule_knows(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").write_text("def compute_score(**kwargs): return 1.0")
     messages = [{"role": "user", "content": "1"}]
-    rows = [{"data_source": name, "prompt": messages} for name in ("gsm8k", source)]
+    right = {"ground_truth": "1"}
+    rows = [{"data_source": name, "prompt": messages, "reward_model": right} for name in ("gsm8k", source)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     chosen, tokenizer = config("algorithm.adv_estimator=grpo", *overrides), make_tokenizer()
     dataset = create_dataset([str(tmp_path / "train.jsonl")], tokenizer, chosen.data)
@@ -128,6 +132,25 @@ def test_a_data_source_that_no_rule_knows(
     )
     with said:
         check_data_sources(chosen, reward_fn, [Subset(dataset, [0])])
+
+
+def test_references_are_checked_for_all_rows(tmp_path: Path) -> None:
+    chosen, tokenizer = config("algorithm.adv_estimator=grpo"), make_tokenizer()
+    frame = pa.table(
+        {
+            "data_source": ["gsm8k", "gsm8k", "math", "gsm8k", "gsm8k"],
+            "prompt": [[{"role": "user", "content": "1"}]] * 5,
+            # what pandas writes of an integer column with gaps
+            "reward_model": pa.array([{"ground_truth": value} for value in (5.0, None, 1.0, math.nan, -2.0)]),
+        }
+    )
+    pq.write_table(frame, tmp_path / "train.parquet")
+    dataset = create_dataset([str(tmp_path / "train.parquet")], tokenizer, chosen.data)
+    with pytest.raises(DataError) as raised:
+        check_data_sources(chosen, load_reward_manager(chosen, tokenizer), [dataset])
+    one, two = str(raised.value).splitlines()
+    assert "train.parquet, row 1: data_source='gsm8k': ground_truth=None: the reference is missing" in one
+    assert "train.parquet, row 3: data_source='gsm8k': ground_truth=nan: the reference is missing" in two
 
 
 def test_a_language_model_is_no_reward_model(tiny_model_dir: str, tmp_path: Path) -> None:

@@ -25,12 +25,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.errors import DataError
+from verl.rewards.references import is_missing, plain, reads_reference, required, shown
 from verl.rewards.sandbox.local import LocalSandbox
 from verl.rewards.sandbox.pool import shared_pool
 from verl.rewards.sandbox.remote import RemoteSandbox
 from verl.rewards.sandbox.spec import Limits, ProgramResult, Status
 
-_FENCE = re.compile(r"```[ \t]*([A-Za-z0-9_+#-]*)[^\n]*\n(.*?)(?:\n)?```", re.DOTALL)
+_FENCE = "```"
+_TAG = re.compile(r"[ \t]*+([A-Za-z0-9_+#-]*)")
 _LANGUAGES = {"": "python", "py": "python", "python3": "python", "c++": "cpp", "cc": "cpp", "cxx": "cpp"}
 _COMPILERS = {
     "c": ("main.c", ["gcc", "-O2", "-o", "main", "main.c", "-lm"]),
@@ -76,42 +78,74 @@ class Check:
 
 def extract_code(text: str) -> tuple[str, str] | None:
     """The last fenced code block and its language (``python`` if it names none); ``None`` without a block."""
-    blocks = _FENCE.findall(text)
-    if not blocks:
+    found = None
+    place = text.find(_FENCE)
+    while place >= 0:
+        line_end = text.find("\n", place)
+        end = text.find(_FENCE, line_end + 1) if line_end >= 0 else -1
+        if end < 0:
+            break
+        found = (place, line_end + 1, end)
+        place = text.find(_FENCE, end + len(_FENCE))
+    if found is None:
         return None
-    tag, code = blocks[-1]
-    return code, _LANGUAGES.get(tag.lower(), tag.lower())
+    begin, body, end = found
+    match = _TAG.match(text, begin + len(_FENCE))
+    tag = match.group(1).lower() if match else ""
+    return text[body:end].removesuffix("\n"), _LANGUAGES.get(tag, tag)
 
 
-def checks_of(ground_truth: Any) -> list[Check]:
+def checks_of(ground_truth: Any, *_: Any, **__: Any) -> list[Check]:
     """The tests that a reference describes.
 
     Raises:
-        DataError: none of the known forms.
+        DataError: it is missing, or none of the known forms.
     """
-    truth = ground_truth
+    truth = required(ground_truth)
     if isinstance(truth, str):
         try:
             truth = json.loads(truth)
-        except ValueError:
+        except (ValueError, RecursionError):
             truth = {"assert_case": [truth]}
-    if isinstance(truth, Sequence) and not isinstance(truth, str):
+    if isinstance(truth, list | tuple):
         truth = {"assert_case": list(truth)}
     if isinstance(truth, Mapping):
-        if truth.get("assert_case") is not None:
-            return [_assertion(str(test)) for test in truth["assert_case"]]
-        if truth.get("test") is not None:
+        tests = plain(truth.get("assert_case"))
+        if isinstance(tests, str):
+            tests = [tests]
+        if isinstance(tests, list | tuple) and tests:
+            return [_assertion(str(required(test, f"assert_case[{place}]"))) for place, test in enumerate(tests)]
+        if not is_missing(truth.get("test")):
             call = f"\ncheck({truth['entry_point']})" if truth.get("entry_point") else ""
             return [_assertion(f"{truth['test']}{call}")]
-        inputs, outputs = truth.get("inputs"), truth.get("outputs")
-        if inputs is not None and outputs is not None and len(inputs) == len(outputs) > 0:
+        inputs, outputs = plain(truth.get("inputs")), plain(truth.get("outputs"))
+        both = isinstance(inputs, list | tuple) and isinstance(outputs, list | tuple)
+        if both and len(inputs) == len(outputs) > 0:
             name = truth.get("fn_name")
-            make = _stdin if not name else (lambda given, wanted: _function(str(name), given, wanted))
-            return [make(given, wanted) for given, wanted in zip(inputs, outputs, strict=True)]
+            return [_check(name, *pair, place) for place, pair in enumerate(zip(inputs, outputs, strict=True))]
     raise DataError(
         f"the reference {str(ground_truth)[:200]!r} describes no tests; give inputs and outputs of equal number, "
         "assert_case, or test with entry_point"
     )
+
+
+def _check(name: Any, given: Any, wanted: Any, place: int) -> Check:
+    """One test of a reference with inputs and outputs.
+
+    Raises:
+        DataError: its input or output cannot be used.
+    """
+    if name:
+        try:
+            return _function(str(name), plain(given), plain(wanted))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise DataError(
+                f"inputs[{place}]={shown(given)}: arguments of {name} are a list, or one JSON value a line ({error})"
+            ) from None
+    for what, value in (("inputs", given), ("outputs", wanted)):
+        if value is None or (isinstance(value, float) and math.isnan(value)):
+            raise DataError(f"{what}[{place}]={value!r} is missing; give text, or an empty one")
+    return _stdin(plain(given), plain(wanted))
 
 
 def _stdin(given: Any, wanted: Any) -> Check:
@@ -188,6 +222,7 @@ def _same_value(value: Any, expected: Any) -> bool:
     return bool(value == expected)
 
 
+@reads_reference(checks_of)
 def compute_score(
     solution_str: str,
     ground_truth: Any,

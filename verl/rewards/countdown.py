@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ast
-import json
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 from verl.errors import DataError
+from verl.rewards.references import is_number, mapping_of, plain, reads_reference, required, shown, whole_number
 from verl.rewards.tags import last_answer
 
 _LONGEST = 300
@@ -46,6 +46,31 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
         return None
 
 
+def read_reference(ground_truth: Any, *_: Any, **__: Any) -> tuple[Fraction, list[int]]:
+    """Target and numbers.
+
+    Args:
+        ground_truth: ``{"target": 24, "numbers": [1, 2, 3, 4]}`` (or ``nums``), or its JSON text.
+
+    Raises:
+        DataError: the reference has no target or numbers.
+    """
+    expected = "countdown needs 'target' and 'numbers'"
+    truth = mapping_of(ground_truth, expected)
+    numbers = plain(truth.get("numbers") if truth.get("numbers") is not None else truth.get("nums"))
+    if not isinstance(numbers, list | tuple) or not numbers or truth.get("target") is None:
+        raise DataError(f"ground_truth={shown(ground_truth)}: {expected}")
+    target = required(truth["target"], "target")
+    try:
+        value = Fraction(target.strip() if isinstance(target, str) else str(target))
+    except (ValueError, ZeroDivisionError):
+        value = None
+    if value is None or not (isinstance(target, str) or is_number(target)):
+        raise DataError(f"ground_truth={shown(ground_truth)}: target={shown(target)} is no number")
+    return value, [whole_number(number, f"numbers[{place}]") for place, number in enumerate(numbers)]
+
+
+@reads_reference(read_reference)
 def compute_score(
     solution_str: str, ground_truth: Any, format_score: float = 0.1, score: float = 1.0
 ) -> dict[str, Any]:
@@ -53,28 +78,18 @@ def compute_score(
 
     Args:
         solution_str: the response's text.
-        ground_truth: ``{"target": 24, "numbers": [1, 2, 3, 4]}`` (or ``nums``), or its JSON text.
+        ground_truth: see :func:`read_reference`.
         format_score: for an answer that is wrong, or no such expression.
         score: for the right value from exactly the given numbers.
 
     Returns:
         ``score`` (0.0 without an answer), ``acc``, and the expression as ``pred``.
-
-    Raises:
-        DataError: the reference has no target or numbers.
     """
-    truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
-    numbers = (truth.get("numbers", truth.get("nums"))) if isinstance(truth, Mapping) else None
-    if numbers is None or "target" not in truth:
-        raise DataError(f"ground_truth={ground_truth!r}: countdown needs 'target' and 'numbers'")
+    target, numbers = read_reference(ground_truth)
     answer = last_answer(solution_str)
     if answer is None:
         return {"score": 0.0, "acc": False, "pred": ""}
-    expression = answer.split("=")[0].strip()
+    expression = answer.split("=", 1)[0].strip()
     result = evaluate(expression)
-    right = (
-        result is not None
-        and result[0] == Fraction(str(truth["target"]))
-        and Counter(result[1]) == Counter(int(number) for number in numbers)
-    )
+    right = result is not None and result[0] == target and Counter(result[1]) == Counter(numbers)
     return {"score": score if right else format_score, "acc": right, "pred": expression}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from verl.rewards.math import last_boxed, same_answer
+from verl.rewards.math import is_any_of, last_boxed, read_reference
+from verl.rewards.references import reads_reference
 
 _TAIL = 300
 _STATED = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
@@ -21,14 +22,22 @@ def extract_answer(solution_str: str) -> str | None:
     return last_boxed(text) or text
 
 
+@reads_reference(read_reference)
 def compute_score(
     solution_str: str, ground_truth: Any, *, score: float = 1.0, wrong_score: float = -1.0
 ) -> dict[str, Any]:
     """Compare the stated answer with the reference.
 
+    Args:
+        solution_str: the response's text.
+        ground_truth: the right answer, see :func:`verl.rewards.math.read_reference`.
+        score: of a right answer.
+        wrong_score: of any other response.
+
     Returns:
         ``score`` (``wrong_score`` also where no answer is stated), ``acc``, and the answer as ``pred``.
     """
+    references = read_reference(ground_truth)
     answer = extract_answer(solution_str)
-    right = answer is not None and same_answer(answer, str(ground_truth))
+    right = answer is not None and is_any_of(answer, references)
     return {"score": score if right else wrong_score, "acc": right, "pred": answer or ""}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 from verl.rewards import (
     code,
     countdown,
@@ -19,6 +19,7 @@ from verl.rewards import (
     reasoning_gym,
     search_qa,
 )
+from verl.rewards.references import reads_reference, rule_of
 
 Scorer = Callable[..., Any]
 """Takes (solution_str, ground_truth); those of :data:`WITH_ROW` also ``extra_info``."""
@@ -109,6 +110,26 @@ def scorer_of(data_source: str) -> Scorer:
     return scorer
 
 
+def read_reference(ground_truth: Any, extra_info: Mapping[str, Any], data_source: Any, **_: Any) -> Any:
+    """The reference as the rule of the row's data source reads it.
+
+    Raises:
+        DataError: no rule is known for the data source, or the reference is not what the rule needs.
+    """
+    try:
+        scorer = scorer_of(data_source)
+    except ConfigError as error:
+        raise DataError(str(error)) from None
+    rule = rule_of(scorer)
+    if rule is None:
+        return ground_truth
+    try:
+        return rule(ground_truth, extra_info, data_source)
+    except DataError as error:
+        raise DataError(f"data_source={data_source!r}: {error}") from None
+
+
+@reads_reference(read_reference)
 def default_compute_score(
     data_source: str,
     solution_str: str,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl.errors import ConfigError
+from verl.rewards.references import problem_of
 from verl.utils.dynamic_import import load_object
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -69,6 +70,12 @@ class ScoreFunction:
         except (TypeError, ValueError):
             return ()
         return tuple(name for name in names if name in parameters and name not in self.kwargs)
+
+    def reference_problem(
+        self, data_source: Any, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
+    ) -> str | None:
+        """What is wrong with a row's reference for this function; None if nothing is, or it declares nothing."""
+        return problem_of(self.function, data_source, ground_truth, extra_info, self.kwargs)
 
     def check_signature(self, arguments: tuple[str, ...] = ARGUMENTS) -> None:
         """Raise :class:`ConfigError` if the function cannot be called with these keywords and its own arguments."""

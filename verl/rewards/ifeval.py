@@ -7,12 +7,19 @@ rules are written from the paper's descriptions; where those leave room, a rule'
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from verl.errors import DataError
 from verl.rewards.languages import is_language
+from verl.rewards.references import is_missing, mapping_of, plain, reads_reference, shown
+
+_BULLET = re.compile(r"[*-]\s++\S")
+_TITLE = re.compile(r"<<([^<>\n]*+)>>")
+_MARK_OR_LINE = re.compile(r"[*\n]")
 
 Rule = Callable[..., bool]
 RULES: dict[str, Rule] = {}
@@ -41,6 +48,50 @@ def _words(text: str) -> list[str]:
 
 def _occurrences(text: str, word: str) -> int:
     return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE))
+
+
+def _beginnings(text: str) -> Iterator[int]:
+    """Where the text of each line begins, behind its spaces; empty lines have none."""
+    begin = 0
+    for line in text.split("\n"):
+        words = line.lstrip()
+        if words:
+            yield begin + len(line) - len(words)
+        begin += len(line) + 1
+
+
+def _count_highlights(text: str) -> int:
+    """Parts between ``*`` or ``**`` on a line that are not empty; the longest marks first, none inside another."""
+    count = 0
+    place = text.find("*")
+    while place >= 0:
+        end = _double(text, place) or _single(text, place)
+        count += end is not None
+        place = text.find("*", place + 1 if end is None else end)
+    return count
+
+
+def _double(text: str, place: int) -> int | None:
+    """The end of ``**...**`` that begins here."""
+    if not text.startswith("**", place):
+        return None
+    stop = _stop(text, place + 2)
+    if text.startswith("*", stop):
+        behind = _stop(text, stop + 1)  # the mark in the middle counts as text: **bold***
+        if text.startswith("**", behind):
+            return behind + 2
+    return stop + 2 if text.startswith("**", stop) and text[place + 2 : stop].strip() else None
+
+
+def _single(text: str, place: int) -> int | None:
+    """The end of ``*...*`` that begins here."""
+    stop = _stop(text, place + 1)
+    return stop + 1 if text.startswith("*", stop) and text[place + 1 : stop].strip() else None
+
+
+def _stop(text: str, place: int) -> int:
+    match = _MARK_OR_LINE.search(text, place)
+    return len(text) if match is None else match.start()
 
 
 @_rule("keywords:existence")
@@ -111,13 +162,18 @@ def _postscript(text: str, postscript_marker: str) -> bool:
         pattern = r"\.?\s?".join(letters) + r"\b"
     else:
         pattern = re.escape(postscript_marker.strip())
-    return re.search(rf"^\s*[*_]*{pattern}", text, re.IGNORECASE | re.MULTILINE) is not None
+    marker = re.compile(rf"[*_]*{pattern}", re.IGNORECASE)
+    return any(marker.match(text, begin) for begin in _beginnings(text))
 
 
 @_rule("detectable_format:number_bullet_lists")
 def _bullets(text: str, num_bullets: int) -> bool:
     """Exactly so many lines that start with ``*`` or ``-`` and a space."""
-    return len(re.findall(r"^\s*[*-]\s+\S", text, re.MULTILINE)) == num_bullets
+    count, end = 0, 0
+    for begin in _beginnings(text):
+        if begin >= end and (match := _BULLET.match(text, begin)):
+            count, end = count + 1, match.end()
+    return count == num_bullets
 
 
 @_rule("detectable_format:constrained_response")
@@ -127,7 +183,7 @@ def _one_of_three(text: str) -> bool:
 
 @_rule("detectable_format:number_highlighted_sections")
 def _highlights(text: str, num_highlights: int) -> bool:
-    return len(re.findall(r"\*\*[^*\n]*\S[^*\n]*\*\*|\*[^*\n]*[^*\s][^*\n]*\*", text)) >= num_highlights
+    return _count_highlights(text) >= num_highlights
 
 
 @_rule("detectable_format:multiple_sections")
@@ -137,17 +193,17 @@ def _sections(text: str, section_spliter: str, num_sections: int) -> bool:
 
 @_rule("detectable_format:json_format")
 def _json(text: str) -> bool:
-    body = re.sub(r"\A```(?:json)?\s*|\s*```\Z", "", text.strip(), flags=re.IGNORECASE)
+    body = re.sub(r"\A```(?:json)?\s*", "", text.strip(), flags=re.IGNORECASE)
     try:
-        json.loads(body)
-    except ValueError:
+        json.loads(body.removesuffix("```"), parse_int=str)  # a number of any length is JSON
+    except (ValueError, RecursionError):
         return False
     return True
 
 
 @_rule("detectable_format:title")
 def _title(text: str) -> bool:
-    return re.search(r"<<[^<>\n]*[^<>\s][^<>\n]*>>", text) is not None
+    return any(match.group(1).strip() for match in _TITLE.finditer(text))
 
 
 @_rule("combination:two_responses")
@@ -207,8 +263,8 @@ def follows(text: str, instruction: str, arguments: Mapping[str, Any] | None = N
         return False
     try:
         return rule(text, **given)
-    except TypeError as error:
-        raise DataError(f"instruction {instruction!r} with the arguments {given}: {error}") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"instruction {instruction!r} with the arguments {shown(given)}: {error}") from error
 
 
 def _variants(text: str) -> list[str]:
@@ -218,6 +274,62 @@ def _variants(text: str) -> list[str]:
     return [*bodies, *(body.replace("*", "") for body in bodies)]
 
 
+def read_reference(
+    ground_truth: Any, extra_info: Mapping[str, Any] | None = None, *_: Any, **__: Any
+) -> list[tuple[str, dict[str, Any]]]:
+    """The instructions and the arguments of each.
+
+    Args:
+        ground_truth: ``instruction_id_list`` and ``kwargs``, a mapping or its JSON text.
+        extra_info: used where the reference does not have them.
+
+    Raises:
+        DataError: no instructions, an unknown one, or arguments that do not fit.
+    """
+    truth: Any = None
+    if not is_missing(ground_truth):
+        with suppress(DataError):
+            truth = mapping_of(ground_truth, "")
+    if not isinstance(truth, Mapping) or is_missing(truth.get("instruction_id_list")):
+        truth = extra_info or {}
+    names = plain(truth.get("instruction_id_list"))
+    if not isinstance(names, list | tuple) or not names:
+        raise DataError(
+            f"ground_truth={shown(ground_truth)} has no 'instruction_id_list'; give it and 'kwargs', one for each"
+        )
+    arguments = plain(truth.get("kwargs"))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise DataError(f"kwargs={shown(arguments)} is no JSON text of a list") from None
+    if arguments is None:
+        arguments = [{}] * len(names)
+    if not isinstance(arguments, list | tuple) or len(arguments) != len(names):
+        size = len(arguments) if isinstance(arguments, list | tuple) else "no"
+        raise DataError(f"{len(names)} instructions with {size} kwargs; give one for each")
+    return [(str(name), _arguments(str(name), given)) for name, given in zip(names, arguments, strict=True)]
+
+
+def _arguments(instruction: str, given: Any) -> dict[str, Any]:
+    """An instruction's arguments without those that a column filled in; they fit its rule."""
+    if given is not None and not isinstance(given, Mapping):
+        raise DataError(f"kwargs of {instruction!r}: {shown(given)} is no mapping")
+    arguments = {name: _whole(plain(value)) for name, value in (given or {}).items() if not _is_gap(value)}
+    follows("a", instruction, arguments)  # raises where they do not fit
+    return arguments
+
+
+def _is_gap(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _whole(value: Any) -> Any:
+    """Counts that a column with gaps made floats."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+@reads_reference(read_reference)
 def compute_score(
     solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, *, loose: bool = False
 ) -> dict[str, Any]:
@@ -225,8 +337,8 @@ def compute_score(
 
     Args:
         solution_str: the response's text.
-        ground_truth: ``instruction_id_list`` and ``kwargs``, a mapping or its JSON text.
-        extra_info: used where the reference does not have them.
+        ground_truth: see :func:`read_reference`.
+        extra_info: see there.
         loose: an instruction counts as followed if it is without the first line, the last line or asterisks.
 
     Returns:
@@ -235,23 +347,9 @@ def compute_score(
     Raises:
         DataError: no instructions, an unknown one, or arguments that do not fit.
     """
-    truth = ground_truth
-    if isinstance(truth, str):
-        truth = json.loads(truth) if truth.strip() else {}
-    if not isinstance(truth, Mapping) or "instruction_id_list" not in truth:
-        truth = extra_info or {}
-    names = truth.get("instruction_id_list")
-    if names is None or len(names) == 0:
-        raise DataError(f"ground_truth={str(ground_truth)[:200]!r} has no 'instruction_id_list'")
-    arguments = truth.get("kwargs")
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    if arguments is None:
-        arguments = [{}] * len(names)
-    if len(arguments) != len(names):
-        raise DataError(f"{len(names)} instructions with {len(arguments)} kwargs; give one for each")
+    instructions = read_reference(ground_truth, extra_info)
     texts = _variants(solution_str) if loose else [solution_str]
-    followed = [any(follows(text, name, given) for text in texts) for name, given in zip(names, arguments, strict=True)]
+    followed = [any(follows(text, name, given) for text in texts) for name, given in instructions]
     return {
         "score": float(all(followed)),
         "acc": all(followed),

@@ -76,7 +76,10 @@ def is_language(text: str, language: str) -> bool:
     code = language.lower().split("-")[0]
     if code not in KNOWN:
         raise ValueError(f"language={language!r} cannot be recognised; known: {', '.join(sorted(KNOWN))}")
-    scripts = Counter(_script(char) for char in text if char.isalpha())
+    scripts: Counter[str] = Counter()
+    for char, count in Counter(text).items():
+        if char.isalpha():
+            scripts[_script(char)] += count
     if not scripts:
         return False
     main = scripts.most_common(1)[0][0]
@@ -100,8 +103,8 @@ def _closest(text: str, among: tuple[str, ...]) -> str | None:
     for code, letters in _MARKERS.items():
         if code in among and any(letter in text for letter in letters):
             return code
-    words = text.split()
-    hits = {code: sum(word in _SINGLE.get(code, "").split() for word in words) for code in among}
+    words = Counter(text.split())
+    hits = {code: sum(words[word] for word in _SINGLE.get(code, "").split()) for code in among}
     best = max(hits, key=lambda code: hits[code])
     if hits[best] > 0:
         return best
@@ -109,7 +112,7 @@ def _closest(text: str, among: tuple[str, ...]) -> str | None:
 
 
 def _by_words(text: str) -> str | None:
-    words = re.findall(r"[^\W\d_]+", text.lower())
-    hits = {language: sum(word in table for word in words) for language, table in _TABLE.items()}
+    words = Counter(re.findall(r"[^\W\d_]+", text.lower()))
+    hits = {language: sum(words[word] for word in table) for language, table in _TABLE.items()}
     best = max(hits, key=lambda language: hits[language])
     return best if hits[best] > 0 else None

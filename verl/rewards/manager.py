@@ -7,7 +7,7 @@ import math
 import numbers
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -89,6 +89,15 @@ class RewardManager(ABC):
         self.compute_score = chosen if isinstance(chosen, ScoreFunction) else ScoreFunction(chosen)
         self._asked = self.compute_score.named(self.optional)
         self.compute_score.check_signature((*self.arguments, *self._asked))
+
+    def check_reference(
+        self, data_source: Any, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
+    ) -> str | None:
+        """What is wrong with the reference of a row, before anything is scored; None if nothing is.
+
+        Functions of users that declare nothing (:func:`~verl.rewards.references.reads_reference`) take any reference.
+        """
+        return self.compute_score.reference_problem(data_source, ground_truth, extra_info)
 
     @abstractmethod
     def outcomes(self, samples: Sequence[Sample]) -> list[RewardOutcome]:

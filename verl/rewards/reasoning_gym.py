@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from verl.errors import ConfigError, DataError
 from verl.rewards.math import last_boxed
+from verl.rewards.references import is_missing, mapping_of, reads_reference
 from verl.rewards.tags import last_answer
 
 
@@ -31,6 +31,29 @@ def task_of(data_source: str, extra_info: Mapping[str, Any], entry: Mapping[str,
     return name
 
 
+def read_reference(
+    _ground_truth: Any, extra_info: Mapping[str, Any] | None, data_source: str = "reasoning_gym", **_: Any
+) -> tuple[str, dict[str, Any]]:
+    """The task's name and its entry; ``ground_truth`` is not read.
+
+    Args:
+        extra_info: ``entry``: the task's entry, a mapping or its JSON text; optionally ``task``.
+        data_source: ``reasoning_gym/<task>``.
+
+    Raises:
+        ConfigError: the package is not installed, or has no such task.
+        DataError: the row has no entry.
+    """
+    info = extra_info or {}
+    if is_missing(info.get("entry")):
+        raise DataError(f"extra_info of {data_source!r} has no 'entry', the task's entry as JSON, which scores need")
+    entry = mapping_of(info["entry"], "give the task's entry", "extra_info.entry")
+    task = task_of(data_source, info, entry)
+    _scorer(task)
+    return task, dict(entry)
+
+
+@reads_reference(read_reference)
 def compute_score(
     solution_str: str, extra_info: Mapping[str, Any] | None, data_source: str = "reasoning_gym"
 ) -> dict[str, Any]:
@@ -48,15 +71,9 @@ def compute_score(
         ConfigError: the package is not installed, or has no such task.
         DataError: the row has no entry.
     """
-    info = extra_info or {}
-    entry = info.get("entry")
-    if isinstance(entry, str):
-        entry = json.loads(entry)
-    if not isinstance(entry, Mapping):
-        raise DataError(f"extra_info of {data_source!r} has no 'entry', the task's entry as JSON, which scores need")
-    function = _scorer(task_of(data_source, info, entry))
+    task, entry = read_reference(None, extra_info, data_source)
     answer = extract_answer(solution_str)
-    score = 0.0 if answer is None else float(function(answer, dict(entry)))
+    score = 0.0 if answer is None else float(_scorer(task)(answer, entry))
     return {"score": score, "acc": score >= 1.0, "pred": answer or ""}
 
 

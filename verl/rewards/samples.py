@@ -37,7 +37,7 @@ class Sample:
         full_response: the response's text with what tools and the environment said in between.
         length: valid response tokens, those of tools included.
         data_source: which rule applies.
-        ground_truth: the reference, from ``reward_model["ground_truth"]``.
+        ground_truth: the reference, from ``reward_model["ground_truth"]``; None where the row gives none.
         extra_info: the row's ``extra_info``.
     """
 
@@ -70,7 +70,7 @@ def make_sample(
         reward_fn_key: field of the row that names the data source.
 
     Raises:
-        DataError: a field or a ground truth is missing.
+        DataError: a field is missing.
     """
     ids = list(response_ids)
     mask = [1] * len(ids) if response_mask is None else list(response_mask)
@@ -95,8 +95,8 @@ def _sample(
     what: str,
 ) -> Sample:
     reference = row.get("reward_model")
-    if not isinstance(reference, Mapping) or "ground_truth" not in reference:
-        raise DataError(f"{what}: reward_model={reference!r} has no 'ground_truth'; the reward needs one")
+    if not isinstance(reference, Mapping):
+        raise DataError(f"{what}: reward_model={reference!r} is no mapping with 'ground_truth'; the reward needs one")
     extra = dict(row.get("extra_info") or {})
     for column, name in AGENT_COLUMNS.items():
         if row.get(column) is not None:
@@ -106,7 +106,7 @@ def _sample(
         response="\n".join(turns),
         length=length,
         data_source=row[reward_fn_key],
-        ground_truth=reference["ground_truth"],
+        ground_truth=reference.get("ground_truth"),  # what may be missing is for the function's rule to say
         extra_info=extra,
         full_response=full,
     )
@@ -121,7 +121,7 @@ def decode_samples(data: DataProto, tokenizer: PreTrainedTokenizerBase, reward_f
             (B,R) is 0, the policy did not write the token; without it, everything valid is the policy's.
 
     Raises:
-        DataError: a field or a ground truth is missing.
+        DataError: a field is missing.
     """
     prompts, responses = data.batch["prompts"].cpu(), data.batch["responses"].cpu()
     attention = data.batch["attention_mask"].cpu().bool()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from verl.errors import DataError
+from verl.rewards.references import accepted, reads_reference, required, shown
 from verl.rewards.tags import last_answer
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -20,27 +22,32 @@ def normalize_answer(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def targets_of(ground_truth: Any) -> list[str]:
-    """The accepted answers: a text, a list of them, or a mapping with ``target``.
+def targets_of(ground_truth: Any, *_: Any, **__: Any) -> list[str]:
+    """The accepted answers: a text or a number, a list of them, a mapping with ``target``, or their JSON text.
 
     Raises:
-        DataError: none of these.
+        DataError: one is missing, or it is none of these.
     """
-    truth = ground_truth
+    truth = required(ground_truth)
     if isinstance(truth, str) and truth.lstrip().startswith(("{", "[")):
-        try:
+        with suppress(ValueError, RecursionError):
             truth = json.loads(truth)
-        except ValueError:
-            truth = ground_truth
     if isinstance(truth, Mapping):
-        truth = truth.get("target")
-    if isinstance(truth, str):
-        return [truth]
-    if isinstance(truth, Sequence) or hasattr(truth, "tolist"):
-        return [str(target) for target in truth]
-    raise DataError(f"ground_truth={ground_truth!r} names no answer; give a text, a list, or {{'target': [...]}}")
+        if "target" not in truth:
+            raise DataError(
+                f"ground_truth={shown(ground_truth)} names no answer; give a text, a list, or {{'target': [...]}}"
+            )
+        return accepted(truth["target"], "target")
+    return accepted(truth)
 
 
+def _forms(text: str) -> tuple[str, bool]:
+    """A text as it is compared, and whether that is its normalised form; of ``The`` nothing would be left."""
+    normalised = normalize_answer(text)
+    return (normalised, True) if normalised else (" ".join(text.lower().split()), False)
+
+
+@reads_reference(targets_of)
 def compute_score(
     solution_str: str,
     ground_truth: Any,
@@ -62,10 +69,14 @@ def compute_score(
     """
     if method not in ("exact", "contains"):
         raise ValueError(f"method={method!r}: choose 'exact' or 'contains'")
+    targets = [_forms(target) for target in targets_of(ground_truth)]
     answer = last_answer(solution_str)
     if answer is None:
         return {"score": 0.0, "acc": False, "pred": ""}
     said = normalize_answer(answer)
-    targets = [normalize_answer(target) for target in targets_of(ground_truth)]
-    right = any(said == target if method == "exact" else target in said for target in targets)
+    as_written = " ".join(answer.lower().split())
+    right = False
+    for target, normalised in targets:
+        given = said if normalised else as_written
+        right = right or (given == target if method == "exact" or not normalised else target in given)
     return {"score": score if right else format_score, "acc": right, "pred": said}

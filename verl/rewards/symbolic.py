@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 LIMIT_S = 5.0
 _MEMORY_BYTES = 4 << 30
-_LONGEST = 2000
+LONGEST = 2000
+"""Characters of a text that is compared."""
 
 _lock = threading.Lock()
 _helper: ProcessScorer | None = None
@@ -39,7 +40,7 @@ def equal(answer: str, reference: str) -> bool:
     Raises:
         RewardError: the helper process cannot be started.
     """
-    if len(answer) > _LONGEST or len(reference) > _LONGEST:
+    if len(answer) > LONGEST or len(reference) > LONGEST:
         return False
     (outcome,) = _scorer().score([{"answer": answer, "reference": reference}])
     if outcome.fatal:

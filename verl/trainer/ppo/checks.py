@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from verl.data.files import Rows
 from verl.errors import ConfigError, DataError
 from verl.models.loading import resolve_model_dir
 from verl.models.sliced import weight_files
-from verl.rewards.default import default_compute_score, scorer_of
+from verl.rewards.references import row_problem
 from verl.schema import STAGES
 from verl.trainer.image_checks import engine_problems, model_problems
 from verl.workers.losses import actor_loss
@@ -24,6 +25,8 @@ from verl.workers.losses import actor_loss
 _ALWAYS = frozenset(
     {*STAGES["rollout"], "rollout_log_probs", "old_log_probs", "uid", "token_level_scores", "token_level_rewards"}
 )
+#: seconds for references at start-up, and the problems that are told
+_CHECK_S, _MOST_PROBLEMS = 60.0, 5
 _REMEDIES = {
     "values": "set critic.enable=True",
     "ref_log_prob": "set actor_rollout_ref.actor.use_kl_loss=True or algorithm.use_kl_in_reward=True",
@@ -123,30 +126,37 @@ def image_problems(config: PPOConfig) -> list[str]:
 
 
 def check_data_sources(config: PPOConfig, reward_fn: Any, datasets: Iterable[Any]) -> None:
-    """Refuse rows whose ``data_source`` the built-in rules do not know, where those are to score them.
+    """Refuse rows whose ``data_source`` or reference the reward function cannot use.
 
-    Reward models, agent loops and functions of users know better, and data sets of users need not have rows.
+    Reward models, agent loops and functions of users know better, and data sets of users need not have rows. A row that
+    is not reached within a minute is checked when it is scored.
 
     Raises:
-        DataError: naming the first such row.
+        DataError: naming the first such rows.
     """
-    function = getattr(reward_fn, "compute_score", None)
+    check = getattr(reward_fn, "check_reference", None)
     agents = config.actor_rollout_ref.rollout.agent_loop not in (None, "single_turn_agent")
-    if getattr(function, "function", None) is not default_compute_score or config.reward_model.enable or agents:
+    if check is None or config.reward_model.enable or agents:
         return
+    deadline = time.monotonic() + _CHECK_S
+    problems: list[str] = []
+    seen: set[tuple[str, ...]] = set()
     for dataset in datasets:
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
         rows = getattr(dataset, "rows", None)
-        known: set[str] = set()
-        for index, source in enumerate(rows.column(config.data.reward_fn_key) if isinstance(rows, Rows) else ()):
-            if source in known:
-                continue
-            try:
-                scorer_of(source)
-            except ConfigError as error:
-                raise DataError(f"{rows.place(index)}, column {config.data.reward_fn_key!r}: {error}") from None
-            known.add(source)
+        if not isinstance(rows, Rows) or (paths := tuple(file.path for file in rows.files)) in seen:
+            continue
+        seen.add(paths)
+        columns = (config.data.reward_fn_key, "reward_model", "extra_info")
+        for index, values in enumerate(zip(*map(rows.column, columns), strict=True)):
+            if problem := row_problem(check, *values):
+                problems.append(f"{rows.place(index)}: {problem}")
+            if len(problems) >= _MOST_PROBLEMS or time.monotonic() > deadline:
+                break
+    if problems:
+        more = "" if len(problems) < _MOST_PROBLEMS else "\n(there may be more)"
+        raise DataError("\n".join(problems) + more)
 
 
 def check_reward_model(config: PPOConfig) -> None:
