@@ -60,7 +60,7 @@ def run_selftest(
     notes: list[str] = []
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verl-selftest-")))
-        stack.enter_context(_alone())
+        stack.enter_context(alone())
         for bug in bugs:
             stack.enter_context(plant(bug))
         models = save_tiny_models(directory / "models", seed)
@@ -83,11 +83,12 @@ def run_selftest(
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """One process with one thread: a launcher's variables and thread count come back afterwards."""
+def alone(*, one_thread: bool = True) -> Iterator[None]:
+    """One process, by default with one thread: a launcher's variables and thread count come back afterwards."""
     saved = {name: os.environ.pop(name) for name in _RANK_VARIABLES if name in os.environ}
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the models are tiny
+    if one_thread:
+        torch.set_num_threads(1)  # the models are tiny
     try:
         yield
     finally:
