@@ -19,7 +19,7 @@ merged is what was trained.
 
 exit code: 0 all is well, 1 a check failed, 2 it could not run, or the engines refuse the model
 
-examples:
+example:
   verl selftest --plugin my_losses.py --only 'loss *'
   verl selftest --model ~/models/tiny --json certificate.json
   verl selftest --model Qwen/Qwen3-8B --layers 4 --rollout vllm --lora

@@ -159,7 +159,8 @@ class Trainer(ABC):
 
     def training_pass(self, batch: TensorDict, micro: MicroBatching, temperature: float) -> Pass:
         """One training pass; the weights stay."""
-        loss, gradients = ProbeLoss(), {}
+        loss = ProbeLoss()
+        gradients: dict[str, Tensor] = {}
         with self._gradients(gradients):
             self.engine.train_batch(batch, loss, want=POLICY, micro=micro, temperature=temperature)
         return Pass(loss.total, loss.outputs(), gradients)

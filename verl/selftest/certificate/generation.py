@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from verl.protocol import DataProto
@@ -47,11 +49,12 @@ def log_prob_measure(
                 check,
                 case,
                 against,
-                error=f"sample {number} has {len(completion.token_ids)} tokens and {len(completion.log_probs)} log-probs",
+                error=f"sample {number}: {len(completion.token_ids)} tokens, {len(completion.log_probs)} log-probs",
             )
         for place, (value, reference) in enumerate(zip(completion.log_probs, expected.tolist(), strict=True)):
             figure = 0.0 if value == reference else abs(value - reference)
-            text = f"sample {number} (prompt of {len(prompts[number])}), token {place}: {value:.6g} against {reference:.6g}"
+            length = len(prompts[number])
+            text = f"sample {number} (prompt of {length}), token {place}: {value:.6g} against {reference:.6g}"
             if not first and not figure <= allowed:
                 first = text
             if not figure <= worst or not where:
@@ -160,18 +163,19 @@ def agreement(bench: Bench) -> Iterator[Measure]:
         )
 
 
-def rollout_batch(bench: Bench, prompts: Sequence[list[int]], done: Sequence[Completion]) -> DataProto:
+def rollout_batch(bench: Bench, prompts: Sequence[list[int]], done: Sequence[Completion]) -> TensorDict:
     """Completions as the batch that a run trains on."""
     asked = pad_rows([(prompt, [bench.rows.pad]) for prompt in prompts], bench.rows.pad)
     tensors = {name: asked[name][:, :-1] for name in ("input_ids", "attention_mask", "position_ids")}
     made = batch_from_completions(DataProto.from_dict(tensors=tensors), done, MAX_TOKENS, bench.rows.pad)
+    assert made.batch is not None
     return made.batch
 
 
 def stop_tokens(bench: Bench) -> Iterator[Measure]:
     """A stop token ends a sample, belongs to it and to the mask; without one a sample has its full length."""
     prompts = bench.rows.prompts
-    options = {"seed": bench.seed + 30, "temperature": 1.2, "ignore_eos": True}
+    options: dict[str, Any] = {"seed": bench.seed + 30, "temperature": 1.2, "ignore_eos": True}
     free = bench.generator.generate(prompts, **options)
     bad = [
         number

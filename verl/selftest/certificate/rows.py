@@ -91,4 +91,5 @@ def first_difference(got: Tensor, want: Tensor, mask: Tensor, tolerance: float) 
     beyond = (apart > tolerance).nonzero()
     row, column = beyond[0].tolist() if len(beyond) else divmod(int(apart.argmax()), apart.shape[1])
     share = f", {len(beyond)} of {int((mask != 0).sum())} tokens beyond" if len(beyond) else ""
-    return f"row {row}, response token {column}: {float(got[row, column]):.6g} against {float(want[row, column]):.6g}{share}"
+    pair = f"{float(got[row, column]):.6g} against {float(want[row, column]):.6g}"
+    return f"row {row}, response token {column}: {pair}{share}"
