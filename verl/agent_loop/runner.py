@@ -31,6 +31,7 @@ from verl.errors import ConfigError, DataError, LostProcessError, RolloutError
 from verl.interactions.base import load_interactions
 from verl.tools.loading import load_tools
 from verl.tools.toolbox import ToolLimits
+from verl.utils.telling import BOUNDARY
 from verl.utils.tokenizer import load_processor, load_tokenizer
 from verl.workers.rollout.base import Completion, GenerationRequest
 
@@ -288,6 +289,18 @@ class AgentLoopRunner:
         }
 
     def _record(self, trace: Trace, outputs: Sequence[AgentLoopOutput], why: str) -> None:
+        """Write the trace down; a trace that is lost is counted in it."""
+        with BOUNDARY.guard(
+            "traces", f"recording trajectories (rollout.agent.trace_dir={self.config.agent.trace_dir})"
+        ) as written:
+            self._write(trace, outputs, why)
+        with BOUNDARY.guard("spans", "sending spans (rollout.agent.opentelemetry)") as sent:
+            if self.spans is not None:
+                self.spans.export(trace)
+        if written.failed or sent.failed:
+            trace.count("trace_failures")
+
+    def _write(self, trace: Trace, outputs: Sequence[AgentLoopOutput], why: str) -> None:
         if self.writer is not None:
             more = self._described(outputs[0])
             if len(outputs) > 1:
@@ -295,8 +308,6 @@ class AgentLoopRunner:
                     {"player": output.extra_fields.get(PLAYER), **self._described(output)} for output in outputs
                 ]
             self.writer.write(trace.record(**more, **({"error": why} if why else {})))
-        if self.spans is not None:
-            self.spans.export(trace)
 
 
 def _cut_off(prompts: DataProto) -> CutOff | None:

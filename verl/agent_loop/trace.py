@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import Counter
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import ConfigError
+from verl.utils.fs import append_line, mend_lines
+from verl.utils.json_text import dumps_json, valid_text
 from verl.workers.rollout.base import Completion
 
 
@@ -124,15 +125,20 @@ class TraceWriter:
         self.path = Path(directory) / f"{name}.jsonl"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            mend_lines(self.path)
         except OSError as error:
             raise ConfigError(f"rollout.agent.trace_dir={directory}: cannot be written: {error}") from error
         self._lock = threading.Lock()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a record."""
-        line = json.dumps(record, ensure_ascii=False, default=str) + "\n"
-        with self._lock, self.path.open("a", encoding="utf-8") as file:
-            file.write(line)
+        """Append a record.
+
+        Raises:
+            OSError: the file takes no more.
+        """
+        line = dumps_json(record)
+        with self._lock:
+            append_line(self.path, line)
 
 
 class SpanExporter:
@@ -157,20 +163,28 @@ class SpanExporter:
 
     def export(self, trace: Trace) -> None:
         """Send the spans of a finished trajectory."""
-        facts = {key: value for key, value in trace.facts.items() if isinstance(value, str | int | float | bool)}
+        facts = _attributes(trace.facts)
         span = self._tracer.start_span(
             "trajectory",
             start_time=_nanoseconds(trace.start),
-            attributes={"session": trace.session, **facts, "aborted": trace.aborted or ""},
+            attributes={"session": valid_text(trace.session), **facts, "aborted": trace.aborted or ""},
         )
         inside = self._trace.set_span_in_context(span)
         for event in trace.events:
-            details = {k: v for k, v in event.details.items() if isinstance(v, str | int | float | bool)}
             child = self._tracer.start_span(
-                f"{event.kind} {event.name}", context=inside, start_time=_nanoseconds(event.start), attributes=details
+                valid_text(f"{event.kind} {event.name}"),
+                context=inside,
+                start_time=_nanoseconds(event.start),
+                attributes=_attributes(event.details),
             )
             child.end(_nanoseconds(event.start + event.seconds))
         span.end(_nanoseconds(trace.start + trace.seconds))
+
+
+def _attributes(values: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
+    """What a span can say: text and numbers."""
+    plain = {key: valid_text(value) if isinstance(value, str) else value for key, value in values.items()}
+    return {valid_text(key): value for key, value in plain.items() if isinstance(value, str | int | float | bool)}
 
 
 def _nanoseconds(seconds: float) -> int:

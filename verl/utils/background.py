@@ -86,15 +86,19 @@ class Courier:
             result, call = item
             try:
                 result.set_result(call())
-            except BaseException as error:  # noqa: BLE001 - handed to the caller
+            except Exception as error:  # noqa: BLE001 - handed to the caller
                 result.set_exception(error)
+            except BaseException as error:  # noqa: BLE001 - a library's exit or interrupt is not the caller's
+                failure = RuntimeError(f"raised {type(error).__name__}({error})")
+                failure.__cause__ = error
+                result.set_exception(failure)
 
     def end(self) -> None:
         """Let the thread go when it has done what it was given; nothing may be asked of it afterwards."""
         self._calls.put(None)
 
     def do(self, call: Callable[[], R], limit_s: float) -> R:
-        """The result of a call, or what it raised.
+        """The result of a call, or what it raised; a ``RuntimeError`` where that was ``SystemExit`` or its like.
 
         Raises:
             TimeoutError: it has not returned within ``limit_s`` seconds, or an earlier one has not returned yet.

@@ -71,6 +71,27 @@ def atomic_write_bytes(path: str | Path, data: bytes) -> None:
         handle.write(data)
 
 
+def append_line(path: str | Path, line: str) -> None:
+    """Append one line (UTF-8) to a file in one write: the whole line, or nothing where the disk is full."""
+    data = (line + "\n").encode("utf-8")
+    with open(path, "ab", buffering=0) as handle:
+        before = os.fstat(handle.fileno()).st_size
+        written = handle.write(data)
+        if written != len(data):
+            os.truncate(handle.fileno(), before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def mend_lines(path: str | Path) -> None:
+    """Create a file of lines, or end its last line, which a process that was killed may have left without an end."""
+    with open(path, "ab+", buffering=0) as handle:
+        if handle.seek(0, os.SEEK_END) == 0:
+            return
+        handle.seek(-1, os.SEEK_END)
+        if handle.read(1) != b"\n":
+            handle.write(b"\n")
+
+
 def free_bytes(path: str | Path) -> int:
     """Space that this user may still write on the file system of ``path`` or of its nearest existing parent."""
     path = Path(path).absolute()

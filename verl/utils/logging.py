@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from verl import envs
+from verl.utils.output import fitting, guard_streams, printable
+from verl.utils.telling import BOUNDARY
 
 _SECRET_NAME = re.compile(
     r"(?:api_?key|access_?key|private_?key|token|secret|password|passwd|passphrase|credential|authorization)s?$",
@@ -31,16 +33,41 @@ class RankFormatter(logging.Formatter):
         rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
         place = " ".join(part for part in (self.role, f"{rank}/{world}" if world != "1" else "") if part)
         prefix = f"{self.formatTime(record, self.datefmt)} {record.levelname}{f' [{place}]' if place else ''}"
-        text = f"{prefix} {record.name}: {record.getMessage()}"
+        text = f"{prefix} {record.name}: {_message(record)}"
         if record.exc_info and not record.exc_text:
             record.exc_text = self.formatException(record.exc_info)
         if record.exc_text:
             text = f"{text}\n{record.exc_text}"
-        return without_secrets(text)
+        return printable(without_secrets(text))
+
+
+class LogHandler(logging.StreamHandler[TextIO]):
+    """Writes lines in the characters that the stream has; a line that cannot be written is counted, never raised."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record's line."""
+        try:
+            if self.stream is None:
+                raise OSError("standard error is closed")
+            encoding = getattr(self.stream, "encoding", None)
+            self.stream.write(fitting(self.format(record) + self.terminator, encoding))
+            self.stream.flush()
+        except Exception:  # noqa: BLE001 - a logging call must not raise, whatever the stream does
+            BOUNDARY.lose("log", "a line of the log is lost", silent=True)
+
+
+def _message(record: logging.LogRecord) -> str:
+    """The message, also where its arguments do not fit or have no text."""
+    try:
+        return record.getMessage()
+    except Exception as error:  # noqa: BLE001 - an argument's own methods may raise anything
+        return f"{record.msg!s} (its arguments have no text: {type(error).__name__})"
 
 
 def setup_logging(role: str = "", *, level: str | None = None, stream: TextIO | None = None) -> logging.Logger:
     """Give the ``verl`` logger one handler; calling again replaces it.
+
+    Standard output and error become such that writing to them never raises, see :mod:`verl.utils.output`.
 
     Args:
         role: name of the process, for example ``"actor_rollout_ref"``; part of every line.
@@ -53,7 +80,9 @@ def setup_logging(role: str = "", *, level: str | None = None, stream: TextIO | 
     logger = logging.getLogger("verl")
     for handler in [h for h in logger.handlers if isinstance(h.formatter, RankFormatter)]:
         logger.removeHandler(handler)
-    handler = logging.StreamHandler(stream or sys.stderr)
+    if stream is None:
+        guard_streams()
+    handler = LogHandler(stream or sys.stderr)
     handler.setFormatter(RankFormatter(role))
     logger.addHandler(handler)
     logger.setLevel(level.upper() if level is not None else envs.get("VERL_LOGGING_LEVEL"))

@@ -1,23 +1,26 @@
 """Where the numbers of a step go: the console, a file, TensorBoard, hosted trackers.
 
 Packages of trackers load only when their tracker is asked for. A tracker that cannot start is an error, before any
-work is done; one that fails later, or does not answer, never stops the run: that is reported and counted.
+work is done. One that fails later, or does not answer, never stops the run and costs the others nothing. A name or a
+value that a tracker refuses is lost there alone. Each loss is reported once and counted, see
+:mod:`verl.utils.telling`.
 """
 
 from __future__ import annotations
 
 import importlib
-import logging
 import math
 import numbers
+import sys
+import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO, TypeVar, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -25,12 +28,17 @@ from rich.markup import escape
 from verl import envs
 from verl.errors import ConfigError
 from verl.utils.background import Courier
+from verl.utils.fs import append_line, mend_lines
+from verl.utils.json_text import distinct_name, to_plain, valid_text
 from verl.utils.json_text import dumps_json as dumps_json  # also known under this module
 from verl.utils.logging import redact
+from verl.utils.output import LenientText, printable
 from verl.utils.registry import Registry
+from verl.utils.telling import BOUNDARY, Guard, describe, is_failure
 from verl.utils.timing import EtaEstimator, format_duration
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 Sample = Mapping[str, Any]
 R = TypeVar("R")
@@ -62,11 +70,13 @@ class Tracker:
 
     #: under which the destination knows the run; None where a run has no id
     run_id: str | None = None
-    #: whether calls go to another machine, which may not answer
+    #: whether calls go to another machine or thread, which may not answer
     hosted: ClassVar[bool] = False
+    #: whether one refused metric loses all of a call, so that a call that failed is repeated in parts
+    divides: ClassVar[bool] = False
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        """Record the metrics of a step."""
+        """Record the metrics of a step; raise :class:`RefusedError` for those that cannot be recorded."""
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Record a table of samples: rows of the same keys, for example prompt, response and score."""
@@ -75,6 +85,22 @@ class Tracker:
         """Flush and close."""
 
 
+class RefusedError(Exception):
+    """A tracker has recorded the metrics of a step, some excepted.
+
+    Args:
+        reasons: name of a metric that was not recorded -> why.
+    """
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        super().__init__(f"refused: {', '.join(reasons)}")
+        self.reasons = dict(reasons)
+
+
+#: how often the metrics of a step are divided to find those that a tracker refuses, and how often without success
+_MAX_CALLS, _MAX_FAILURES = 64, 8
+#: refused metrics that are reported by name
+_MAX_NAMED = 20
 #: longest wait for a hosted tracker: to start, to take the metrics of a step, and to end with all that it still holds
 _START_S, _LOG_S, _FINISH_S = 300.0, 30.0, 300.0
 
@@ -110,21 +136,42 @@ class Tracking:
     ) -> None:
         names = [loggers] if isinstance(loggers, str) else list(dict.fromkeys(loggers))
         info = RunInfo(
-            project_name, experiment_name, redact(config or {}), Path(default_local_dir), total_steps, run_ids or {}
+            valid_text(project_name),
+            valid_text(experiment_name),
+            to_plain(redact(config or {})),
+            Path(default_local_dir),
+            total_steps,
+            run_ids or {},
         )
         factories = {name: TRACKERS[name] for name in names}  # all names are checked before the first one starts
+        BOUNDARY.start()
         self._couriers = {
             name: Courier(f"verl-{name}") for name, factory in factories.items() if getattr(factory, "hosted", False)
         }
-        self._trackers = {name: self._start(name, factory, info) for name, factory in factories.items()}
-        self._failures = Counter[str]()
+        self._trackers: dict[str, Tracker] = {}
+        self._refused: dict[str, set[str]] = {name: set() for name in factories}
+        try:
+            for name, factory in factories.items():
+                self._trackers[name] = self._start(name, factory, info)
+        except BaseException:
+            self._close()
+            raise
 
     def _start(self, name: str, factory: Callable[[RunInfo], Tracker], info: RunInfo) -> Tracker:
         try:
             return self._call(name, partial(factory, info), _START_S)
+        except ConfigError:
+            raise
         except TimeoutError as error:
             raise ConfigError(
                 f"trainer.logger contains {name!r}, which does not start: {error}; is its server reachable from here?"
+            ) from error
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise ConfigError(
+                f"trainer.logger contains {name!r}, which does not start: {describe(error)}; check its settings, or "
+                "leave it out"
             ) from error
 
     def _call(self, name: str, call: Callable[[], R], limit_s: float) -> R:
@@ -139,37 +186,123 @@ class Tracking:
     def log(self, data: Mapping[str, Any], step: int) -> None:
         """Send the metrics of a step to every tracker; numbers may be NumPy or torch scalars. No metrics, no record.
 
-        Once a tracker has failed, ``tracking/failures`` counts the failures of all so far.
+        Once something was lost, ``tracking/failures`` and ``tracking/failures/<destination>`` count all so far.
         """
         if not data:
             return
-        plain = {name: _plain(value) for name, value in data.items()}
-        if self._failures:
-            plain["tracking/failures"] = self._failures.total()
-        self._each("log", plain, step)
+        plain = _valid_metrics(data) | BOUNDARY.metrics()
+        for name, tracker in self._trackers.items():
+            with self._guard(name):
+                self._log(name, tracker, plain, step)
+
+    def _log(self, name: str, tracker: Tracker, data: dict[str, Any], step: int) -> None:
+        """Send the metrics of a step to one tracker, without those that it refuses."""
+        refused = self._refused[name]
+        if known := refused & data.keys():  # reported when they were refused first
+            BOUNDARY.lose(name, f"tracker {name!r} refuses {sorted(known)}", count=len(known), silent=True)
+            data = {key: value for key, value in data.items() if key not in refused}
+        deadline = time.monotonic() + _LOG_S
+
+        def send(part: dict[str, Any]) -> None:
+            self._call(name, partial(tracker.log, part, step), max(0.0, round(deadline - time.monotonic(), 1)))
+
+        try:
+            send(data)
+        except RefusedError as error:
+            reasons = error.reasons
+        except BaseException as error:
+            if not is_failure(error) or not tracker.divides:
+                raise
+            found = _narrow(send, data, deadline)
+            if found is None:  # nothing was taken: the tracker fails, not a name
+                raise
+            reasons = found
+        else:
+            return
+        for key, reason in reasons.items():
+            value = data[key]
+            if isinstance(value, int | float) and math.isfinite(value):
+                refused.add(key)  # the name is at fault, as the value is an ordinary one
+            kind = f"refused {key}" if len(refused) <= _MAX_NAMED else "refused others"
+            BOUNDARY.lose(name, f"tracker {name!r} refuses {key!r}: {reason}", kind=kind)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Send a table of samples to every tracker that can show one."""
-        if samples:
-            self._each("log_samples", samples, step)
+        """Send a table of samples to every tracker that can show one; a row may lack what others have."""
+        columns = list(dict.fromkeys(key for sample in samples for key in sample))
+        names = _valid_names(columns)
+        rows = [{names[key]: _cell_value(sample.get(key)) for key in columns} for sample in samples]
+        if rows:
+            self._each("log_samples", _LOG_S, rows, step)
 
     def finish(self) -> None:
-        """Flush and close every tracker."""
-        self._each("finish", limit_s=_FINISH_S)
-        for name, count in self._failures.items():
-            logger.warning("tracker %r failed %d times in this run and lacks what it was told then", name, count)
+        """Flush and close every tracker, and report what the records of the run lack."""
+        self._close()
+        BOUNDARY.summarize()
+
+    def _close(self) -> None:
+        self._each("finish", _FINISH_S)
         for courier in self._couriers.values():
             courier.end()
 
-    def _each(self, method: str, *args: Any, limit_s: float | None = None) -> None:
-        limit = _LOG_S if limit_s is None else limit_s
+    def _each(self, method: str, limit_s: float, *args: Any) -> None:
         for name, tracker in self._trackers.items():
-            try:
-                self._call(name, partial(getattr(tracker, method), *args), limit)
-            except Exception:  # a broken tracker must not cost the run
-                self._failures[name] += 1
-                if self._failures[name] == 1:
-                    logger.warning("tracker %r failed; the run goes on, and counts its failures", name, exc_info=True)
+            with self._guard(name):
+                self._call(name, partial(getattr(tracker, method), *args), limit_s)
+
+    def _guard(self, name: str) -> Guard:
+        return BOUNDARY.guard(name, f"tracker {name!r}")
+
+
+def _narrow(send: Callable[[dict[str, Any]], None], data: Mapping[str, Any], deadline: float) -> dict[str, str] | None:
+    """Send metrics in halves of halves, until those that are refused stand alone.
+
+    Returns:
+        The metrics that were not taken, with the reason; None if none was taken, so that no name is to blame.
+    """
+    parts, reasons, taken, calls = _halves(dict(data)), dict[str, str](), False, 0
+    while parts:
+        part = parts.pop()
+        calls += 1
+        try:
+            if calls > _MAX_CALLS or time.monotonic() > deadline:
+                raise TimeoutError("too many of the step's metrics are refused")
+            send(part)
+            taken = True
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            if not taken and (calls >= _MAX_FAILURES or isinstance(error, TimeoutError)):
+                return None
+            if len(part) > 1 and calls <= _MAX_CALLS:
+                parts += _halves(part)
+            else:
+                reasons |= dict.fromkeys(part, describe(error))
+    return reasons if taken else None
+
+
+def _halves(part: dict[str, Any]) -> list[dict[str, Any]]:
+    items = list(part.items())
+    middle = len(items) // 2
+    return [dict(half) for half in (items[middle:], items[:middle]) if half]
+
+
+def _valid_metrics(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics under names of valid text, with plain values."""
+    names, plain = _valid_names(data), {}
+    for key, value in data.items():
+        with BOUNDARY.guard("metrics", f"metric {names[key]!r}"):
+            plain[names[key]] = _plain(value)
+    return plain
+
+
+def _valid_names(keys: Iterable[Any]) -> dict[Any, str]:
+    names: dict[Any, str] = {}
+    for key in keys:
+        text = key if isinstance(key, str) else str(key)
+        names[key] = distinct_name(valid_text(text), set(names.values()))
+        if names[key] != text:
+            BOUNDARY.lose("metrics", f"a name is no valid text and becomes {names[key]!r}", kind="name", count=0)
+    return names
 
 
 # ---------------------------------------------------------------------- console
@@ -241,7 +374,7 @@ class ConsoleTracker(Tracker):
         self._total = info.total_steps
         self._eta = EtaEstimator(info.total_steps or 0)
         # Not a terminal (a file, a pipe, a Ray worker): never wrap, a line is a line.
-        self._console = Console(file=stream, highlight=False, soft_wrap=True)
+        self._console = Console(file=cast(TextIO, LenientText(stream)), highlight=False, soft_wrap=True)
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         validation = {key: value for key, value in data.items() if key.startswith("val-core/")}
@@ -250,17 +383,24 @@ class ConsoleTracker(Tracker):
             if seconds is not None:
                 self._eta.update(seconds)
             eta = self._eta.remaining_seconds(step) if self._total else None
-            self._console.print(escape(console_line(data, step, self._total, eta)))
+            self._print(console_line(data, step, self._total, eta))
         if validation:
-            shown = ", ".join(f"{key.removeprefix('val-core/')} {value:.3f}" for key, value in validation.items())
-            self._console.print(escape(f"validation after step {step}: {shown}"), style="bold")
+            shown = ", ".join(f"{key.removeprefix('val-core/')} {_three(value)}" for key, value in validation.items())
+            self._print(f"validation after step {step}: {shown}", style="bold")
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        self._console.print(f"samples after step {step}", style="bold")
+        self._print(f"samples after step {step}", style="bold")
         for number, sample in enumerate(samples, 1):
             for key, value in sample.items():
                 text = str(value)
-                self._console.print(escape(f"  {number:>2} {key}: {text if len(text) <= 400 else text[:397] + '...'}"))
+                self._print(f"  {number:>2} {key}: {text if len(text) <= 400 else text[:397] + '...'}")
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        self._console.print(escape(printable(text)), style=style)
+
+
+def _three(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, int | float) else str(value)
 
 
 @TRACKERS.register("console")
@@ -283,7 +423,7 @@ class FileTracker(Tracker):
         self.samples_path = self.path.with_name(f"{self.path.stem}.samples.jsonl")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.open("a", encoding="utf-8").close()
+            mend_lines(self.path)
         except OSError as error:
             raise ConfigError(
                 f"the file tracker cannot write to {str(path)!r}: {error}; set VERL_FILE_LOGGER_PATH to a file in a "
@@ -297,9 +437,7 @@ class FileTracker(Tracker):
         self._append(self.samples_path, {"step": step, "samples": list(samples)})
 
     def _append(self, path: Path, record: Mapping[str, Any]) -> None:
-        # One write per line and no open handle: readers and a second process see whole lines only.
-        with path.open("a", encoding="utf-8") as handle:
-            handle.write(dumps_json(record) + "\n")
+        append_line(path, dumps_json(record))
 
 
 @TRACKERS.register("file")
@@ -308,19 +446,33 @@ def _file(info: RunInfo) -> Tracker:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy and torch scalars as Python numbers, arrays as lists, without importing either."""
-    if value is None or isinstance(value, str | bool | int | float | Mapping | list | tuple):
+    """Numbers as Python's, NaN and infinities included; anything else after the rules of the JSON writer."""
+    if isinstance(value, str):
+        return valid_text(value)
+    if value is None or isinstance(value, bool | int | float):
         return value
     tolist = getattr(value, "tolist", None)
-    if tolist is not None:
-        return tolist()
-    if isinstance(value, numbers.Real):
-        return float(value)
-    return value
+    listed = tolist() if tolist is not None else value
+    if isinstance(listed, numbers.Real):
+        return listed if isinstance(listed, bool | int | float) else float(listed)
+    return to_plain(listed)
+
+
+def _cell_value(value: Any) -> Any:
+    """What a table shows: text, a number, or nothing."""
+    value = _plain(value)
+    return value if value is None or isinstance(value, str | bool | int | float) else dumps_json(value)
 
 
 def _numeric(data: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in data.items() if isinstance(value, int | float)}
+    """The numbers; those beyond the range of floating point are infinite."""
+    return {name: _in_range(value) for name, value in data.items() if isinstance(value, int | float)}
+
+
+def _in_range(value: float) -> float:
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        return math.inf if value > 0 else -math.inf
+    return value
 
 
 # ---------------------------------------------------------------------- packages
@@ -339,24 +491,50 @@ def _load(name: str, package: str) -> ModuleType:
 class TensorboardTracker(Tracker):
     """Scalars and sample tables as TensorBoard events."""
 
+    hosted = True  # writes in a thread of its own, for which a full queue waits
+
     def __init__(self, info: RunInfo) -> None:
         _load("tensorboard", "tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(envs.get("TENSORBOARD_DIR") or str(info.local_dir / "tensorboard"))
+        directory = envs.get("TENSORBOARD_DIR") or str(info.local_dir / "tensorboard")
+        self._open = lambda: SummaryWriter(directory)
+        self._writer: SummaryWriter | None = self._open()
+
+    @contextmanager
+    def _events(self) -> Iterator[SummaryWriter]:
+        """The writer; one that could not write, for lack of space for example, never writes again and is replaced."""
+        if self._writer is None:
+            self._writer = self._open()
+        try:
+            yield self._writer
+            self._writer.flush()
+        except OSError:
+            self._writer = None
+            raise
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        for name, value in _numeric(data).items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        reasons: dict[str, str] = {}
+        with self._events() as writer:
+            for name, value in _numeric(data).items():
+                try:
+                    writer.add_scalar(name, value, step)
+                except OSError:  # of the file
+                    raise
+                except Exception as error:  # noqa: BLE001 - what a package says of one name
+                    reasons[name] = describe(error)
+        if reasons:
+            raise RefusedError(reasons)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         header = list(samples[0])
         rows = [header, ["---"] * len(header)] + [[_cell(sample.get(key)) for key in header] for sample in samples]
-        self._writer.add_text("samples", "\n".join("| " + " | ".join(row) + " |" for row in rows), step)
+        with self._events() as writer:
+            writer.add_text("samples", "\n".join("| " + " | ".join(row) + " |" for row in rows), step)
 
     def finish(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 def _cell(value: Any) -> str:
@@ -367,6 +545,7 @@ class WandbTracker(Tracker):
     """Weights & Biases; its own environment variables (key, mode, entity) apply."""
 
     hosted = True
+    divides = True
 
     def __init__(self, info: RunInfo) -> None:
         self._wandb = _load("wandb", "wandb")
@@ -384,8 +563,9 @@ class WandbTracker(Tracker):
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         columns = list(samples[0])
-        rows = [[_scalar_or_text(sample.get(key)) for key in columns] for sample in samples]
-        self._run.log({"samples": self._wandb.Table(columns=columns, data=rows)}, step=step)
+        rows = [[sample.get(key) for key in columns] for sample in samples]
+        table = self._wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
+        self._run.log({"samples": table}, step=step)
 
     def finish(self) -> None:
         self._run.finish()
@@ -395,6 +575,7 @@ class MlflowTracker(Tracker):
     """MLflow; its own environment variables (tracking server, credentials) apply."""
 
     hosted = True
+    divides = True
 
     def __init__(self, info: RunInfo) -> None:
         self._mlflow = _load("mlflow", "mlflow")
@@ -419,7 +600,7 @@ class MlflowTracker(Tracker):
         self._mlflow.log_metrics(metrics, step=step)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        columns = {key: [_scalar_or_text(sample.get(key)) for sample in samples] for key in samples[0]}
+        columns = {key: [sample.get(key) for sample in samples] for key in samples[0]}
         self._mlflow.log_table(columns, artifact_file=f"samples/step_{step}.json")
 
     def finish(self) -> None:
@@ -430,6 +611,7 @@ class SwanlabTracker(Tracker):
     """SwanLab; its own environment variables apply."""
 
     hosted = True
+    divides = True
 
     def __init__(self, info: RunInfo) -> None:
         self._swanlab = _load("swanlab", "swanlab")
@@ -457,6 +639,7 @@ class TrackioTracker(Tracker):
     """Trackio, which keeps its runs locally or on a hub space."""
 
     hosted = True
+    divides = True
 
     def __init__(self, info: RunInfo) -> None:
         self._trackio = _load("trackio", "trackio")
@@ -482,11 +665,6 @@ TRACKERS.register("trackio")(TrackioTracker)
 def _new_id() -> str:
     """An id that hosted trackers accept: 21 letters and digits."""
     return uuid.uuid4().hex[:21]
-
-
-def _scalar_or_text(value: Any) -> Any:
-    value = _plain(value)
-    return value if isinstance(value, int | float | str) else str(value)
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

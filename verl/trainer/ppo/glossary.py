@@ -47,6 +47,7 @@ GLOSSARY: dict[str, str] = {
     "agent/truncated": "Trajectories that ended because an answer did not fit into the response length.",
     "agent/history_rewrites": "Trajectories in which the chat template would have rewritten earlier turns.",
     "agent/forked_rows": "Training rows besides one for each trajectory (on_history_rewrite=fork).",
+    "agent/trace_failures": "Trajectories whose trace could not be written or sent (rollout.agent.trace_dir).",
     "agent/replays_diverged": (
         "Turns of carried trajectories sampled anew because a tool or environment answered differently this time."
     ),
@@ -86,7 +87,14 @@ GLOSSARY: dict[str, str] = {
     # checkpoints
     "checkpoint/rollbacks": "Whether models went back to the last checkpoint in this step (on_nonfinite=rollback).",
     "checkpoint/failed_saves": "Checkpoints that could not be written since the last step (on_save_error=continue).",
-    "tracking/failures": "Calls of trackers that failed or were not answered, so far in this run.",
+    "tracking/failures": (
+        "Records and values that a destination of reports did not take, so far in this run; absent while there is none."
+    ),
+    "tracking/failures/<destination>": (
+        "The same of one destination: a tracker's name; console and log, text that standard output and error did not "
+        "take; samples, files of trainer.rollout_data_dir and validation_data_dir; reported, values of reward "
+        "functions; metrics, numbers without a form; memory, the memory report."
+    ),
     # rewards
     "reward/{errors|timeouts}": "Samples whose reward function raised, returned no finite number, or ran out of time.",
     "reward/abstained": "Samples without a score, which take no part in the update.",

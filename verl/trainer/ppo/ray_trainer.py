@@ -48,6 +48,7 @@ from verl.utils.metrics import MetricSet
 from verl.utils.seeding import derive_seed, plain_rng_state, set_plain_rng_state
 from verl.utils.seqlen_balancing import arrange_mini_batches, seqlen_balance_metrics
 from verl.utils.stopping import StopWatch
+from verl.utils.telling import BOUNDARY
 from verl.utils.timing import StepTimer
 from verl.utils.tracking import Tracking
 from verl.workers.losses import actor_loss
@@ -195,9 +196,10 @@ class RayPPOTrainer:
     def dump_samples(self, batch: DataProto) -> None:
         """Write the batch's samples where ``trainer.rollout_data_dir`` says."""
         if directory := self.config.trainer.rollout_data_dir:
-            scores = outcomes(batch, "seq_reward").tolist()
-            samples = describe_samples(self.tokenizer, batch, scores, reported(batch))
-            dump_samples(Path(directory), self.step, samples)
+            with BOUNDARY.guard("samples", f"writing samples to trainer.rollout_data_dir={directory}"):
+                scores = outcomes(batch, "seq_reward").tolist()
+                samples = describe_samples(self.tokenizer, batch, scores, reported(batch))
+                dump_samples(Path(directory), self.step, samples)
 
     def arrange(self, batch: DataProto) -> DataProto:
         """Order the rows so that each global mini-batch is the same whatever the number of ranks."""
@@ -360,8 +362,9 @@ class RayPPOTrainer:
         reports = self.actor_rollout.memory_report()
         if self.critic is not None:
             reports = [ours | theirs for ours, theirs in zip(reports, self.critic.memory_report(), strict=True)]
-        items = predict(self.config, resolve_device(self.config.trainer.device))
-        logger.info("memory:\n%s", table(items, reports))
+        with BOUNDARY.guard("memory", "the memory report"):
+            items = predict(self.config, resolve_device(self.config.trainer.device))
+            logger.info("memory:\n%s", table(items, reports))
 
     # ---- saving and resuming -------------------------------------------------------------------------------
 

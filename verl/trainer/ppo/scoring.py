@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from verl.protocol import DataProto
 from verl.single_controller.base import WorkerGroup
 from verl.trainer.ppo.fields import stage_batch
 from verl.utils.fs import atomic_write_text
+from verl.utils.json_text import dumps_json
+from verl.utils.telling import BOUNDARY
 
 #: ``(batch, return_dict=True)`` -> what a reward manager returns
 RewardFunction = Callable[..., Any]
@@ -26,6 +27,9 @@ Sample = dict[str, Any]
 PREFIX = "reward_"
 #: columns with that prefix that come from the data or the source
 _NOT_REPORTED = frozenset({"reward_model", "reward_baselines"})
+_RESERVED = frozenset(name.removeprefix(PREFIX) for name in _NOT_REPORTED)
+#: what a described sample says itself
+_COLUMNS = frozenset({"uid", "input", "output", "gts", "score", "step"})
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,9 @@ class Scorer:
         result = self.judge(batch)
         batch.batch["token_level_scores"] = result.scores
         batch.batch["has_score"] = result.has_score
-        for name, values in result.extra.items():
-            batch.non_tensor_batch.setdefault(PREFIX + name, values)
+        taken = {name.removeprefix(PREFIX) for name in batch.non_tensor_batch if name.startswith(PREFIX)}
+        for name, values in apart(result.extra, taken | _RESERVED).items():
+            batch.non_tensor_batch[PREFIX + name] = values
         leave_out(batch, result.has_score)
         return result.metrics
 
@@ -102,13 +107,38 @@ def score_batch(reward_fn: RewardFunction, batch: DataProto) -> Scored:
     extra = {}
     for name, values in result.get("reward_extra_info", {}).items():
         if len(values) == len(batch):
-            extra[name] = object_array(list(values))
+            extra[str(name)] = object_array(list(values))
+        else:
+            BOUNDARY.lose(
+                "reported",
+                f"the reward manager reports {len(values)} values of {str(name)!r} for {len(batch)} responses; "
+                "they are left out",
+                kind=str(name),
+            )
     return Scored(
         scores=scores,
         has_score=result.get("sample_mask", torch.ones(len(batch), dtype=torch.bool)),
         extra=extra,
         metrics=dict(result.get("reward_metrics", {})),
     )
+
+
+def apart(extra: Mapping[str, Any], taken: Set[str]) -> dict[str, Any]:
+    """Reported values under names that are not taken: ``score`` becomes ``reported_score``, which is reported once."""
+    names: dict[str, Any] = {}
+    for name, values in extra.items():
+        found = name
+        while found in taken or (found != name and found in extra):
+            found = f"reported_{found}"
+        if found != name:
+            BOUNDARY.lose(
+                "reported",
+                f"the reward function reports {name!r}, which has another meaning here; it is recorded as {found!r}",
+                kind=name,
+                count=0,
+            )
+        names[found] = values
+    return names
 
 
 def leave_out(batch: DataProto, has_score: torch.Tensor) -> None:
@@ -177,6 +207,7 @@ def describe_samples(
     prompt_mask = batch.batch["attention_mask"][:, : prompts.shape[1]].bool()
     response_mask = batch.batch["attention_mask"][:, prompts.shape[1] :].bool()
     truths = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
+    extra = apart(extra, _COLUMNS)
     rows = []
     for i, score in enumerate(scores):
         truth = truths[i]
@@ -187,15 +218,22 @@ def describe_samples(
             "gts": truth.get("ground_truth") if isinstance(truth, dict) else truth,
             "score": score,
         }
-        row.update({name: values[i] for name, values in extra.items() if name not in row})
+        row.update({name: values[i] for name, values in extra.items()})
         rows.append(row)
     return rows
 
 
-def dump_samples(directory: Path | None, step: int, samples: list[Sample]) -> None:
-    """Write samples as ``<directory>/<step>.jsonl``, one JSON object a line, all or nothing."""
-    if directory is None:
-        return
+def dump_samples(directory: Path, step: int, samples: Iterable[Sample]) -> None:
+    """Write samples as ``<directory>/<step>.jsonl``, one JSON object a line, all or nothing.
+
+    Raises:
+        OSError: the directory takes no file.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({**sample, "step": step}, ensure_ascii=False, default=str) for sample in samples]
-    atomic_write_text(directory / f"{step}.jsonl", "\n".join(lines) + "\n")
+    lines = "".join(dumps_json({**sample, "step": step}, lost=_lost) + "\n" for sample in samples)
+    atomic_write_text(directory / f"{step}.jsonl", lines)
+
+
+def _lost(sentence: str) -> None:
+    place, _, what = sentence.partition(": ")
+    BOUNDARY.lose("samples", f"column {place!r} of the samples: {what}", kind=place)

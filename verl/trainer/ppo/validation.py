@@ -11,10 +11,11 @@ import numpy as np
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.placement import Rollout
-from verl.trainer.ppo.scoring import Sample, Scorer, describe_samples, dump_samples
+from verl.trainer.ppo.scoring import Sample, Scorer, apart, describe_samples, dump_samples
 from verl.trainer.ppo.sources import generate, with_samples
 from verl.trainer.ppo.validation_metrics import ValidationRecord
 from verl.utils.seeding import derive_seed
+from verl.utils.telling import BOUNDARY
 
 logger = logging.getLogger(__name__)
 
@@ -84,11 +85,15 @@ class Validator:
             record.add(
                 sources_of(batch),
                 list(batch.non_tensor_batch["uid"]),
-                {**{name: list(values) for name, values in result.extra.items()}, "reward": scores},
+                {**{name: list(values) for name, values in apart(result.extra, {"reward"}).items()}, "reward": scores},
             )
-            samples += describe_samples(self.tokenizer, batch, scores, result.extra)
+            if self.dump_dir or self.show:
+                with BOUNDARY.guard("samples", "describing the samples of the validation"):
+                    samples += describe_samples(self.tokenizer, batch, scores, result.extra)
         metrics = record.metrics(seed=derive_seed(self.seed, "bootstrap"))
-        dump_samples(self.dump_dir, step, samples)
+        if self.dump_dir:
+            with BOUNDARY.guard("samples", f"writing samples to trainer.validation_data_dir={self.dump_dir}"):
+                dump_samples(self.dump_dir, step, samples)
         return metrics, self._choose(samples)
 
     def _choose(self, samples: list[Sample]) -> list[Sample]:
