@@ -219,3 +219,48 @@ def test_isolation_is_checked_at_start() -> None:
     assert built.compute_score.kwargs["sandbox"]["memory_limit_mb"] == 300
     with pytest.raises(ConfigError, match=r"reward\.sandbox\.isolation='jail'"):
         load_reward_manager(PPOConfig(reward=RewardConfig(sandbox=SandboxConfig(isolation="jail"))), TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "print('\\n' + call['mark'] + '[' * 100_000)",
+        "print('\\n' + call['mark'] + '[' * 900 + ']' * 900)",
+        "print('\\n' + call['mark'] + '1' * 5000)",
+        "print('\\n' + call['mark'] + 'NaN')",
+        "print('\\n' + call['mark'] + '\\\\ud83d')",
+    ],
+)
+def test_values_that_a_program_makes_up_are_wrong_and_never_an_error(value: str) -> None:
+    source = (
+        f"import sys\ncall = sys._getframe(1).f_globals['call']\n{value}\nsys.stdout.flush()\nimport os\nos._exit(0)"
+    )
+    truth = {"fn_name": "f", "inputs": [[1]], "outputs": [1.5]}
+    assert code.compute_score(block(source), truth) == {"score": 0.0, "acc": False, "code_status": "wrong"}
+
+
+def test_numbers_beyond_all_floats_are_compared() -> None:
+    truth = {"fn_name": "f", "inputs": [[1]], "outputs": [1.5]}
+    assert code.compute_score(block("def f(x): return 10 ** 4000"), truth)["code_status"] == "wrong"
+    assert code.compute_score(block("def f(x): return '\ud83d'"), truth)["code_status"] in ("wrong", "error")
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler")
+def test_compiled_programs_that_spoil_their_folder_or_cannot_start() -> None:
+    spoil = (
+        "#include <stdio.h>\n#include <sys/stat.h>\n#include <unistd.h>\n"
+        'int main() { int a; scanf("%d", &a); printf("%d", a * a); unlink("main"); chmod(".", 0); return 0; }'
+    )
+    assert code.compute_score(block(spoil, "c"), SQUARES) == {"score": 1.0, "acc": True, "code_status": "passed"}
+    large = "char a[3L << 30]; int main() { return a[1]; }"
+    verdict = code.compute_score(block(large, "c"), SQUARES)
+    assert (verdict["score"], verdict["code_status"]) in ((0.0, "error"), (0.0, "compile"), (0.0, "memory"))
+
+
+def test_languages_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    text = block("int main() {}", "cpp")
+    # the policy's choice is its own fault; the task's is one of set-up, and no score
+    assert code.compute_score(text, SQUARES) == {"score": 0.0, "acc": False, "code_status": "no_code"}
+    with pytest.raises(ConfigError, match=r"a program in cpp, and this machine has no g\+\+"):
+        code.compute_score(text, SQUARES, {"language": "cpp"})

@@ -8,6 +8,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -16,15 +17,18 @@ from pathlib import Path
 import pytest
 
 from tests.rewards import hostile
-from verl.errors import ConfigError
+from verl.errors import ConfigError, RewardError
 from verl.rewards import code
+from verl.rewards.outcome import OutcomeKind
 from verl.rewards.sandbox.local import LocalSandbox
 from verl.rewards.sandbox.pool import SandboxPool
 from verl.rewards.sandbox.spec import Isolation, Limits, ProgramResult, Status
+from verl.rewards.scoring import call_function
 
 LIMITS = Limits(cpu_s=1, wall_s=2.5, memory_mb=400, file_mb=4, folder_mb=8, processes=8, output_kb=64)
 PYTHON = [sys.executable, "-I"]
 ROOT = Path(__file__).parents[2]
+SQUARE = {"inputs": ["2\n"], "outputs": ["4"]}
 
 
 @pytest.fixture(scope="module", params=list(Isolation), ids=str)
@@ -238,7 +242,9 @@ def test_folders_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 CONTROLLER = """
 import sys
+import tempfile
 sys.path.insert(0, sys.argv[1])
+from verl.rewards.outcome import OutcomeKind
 from verl.rewards.sandbox.local import LocalSandbox
 from verl.rewards.sandbox.spec import Limits
 with LocalSandbox(Limits(wall_s=3.0), sys.argv[3]) as box:
@@ -274,7 +280,8 @@ def test_isolation_that_does_not_exist() -> None:
 AS_ANOTHER_USER = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-from verl.errors import ConfigError
+from verl.errors import ConfigError, RewardError
+from verl.rewards.outcome import OutcomeKind
 from verl.rewards.sandbox.local import LocalSandbox
 from verl.rewards.sandbox.spec import Limits
 from tests.rewards import hostile
@@ -328,3 +335,189 @@ def test_as_another_user_than_root(isolation: str, listener: socket.socket, tmp_
             other.kill()
     with pytest.raises(TimeoutError):
         listener.accept()
+
+
+# --- folders, and failures of the sandbox itself ----------------------------------------------------------------------
+
+
+def build_resisting_tree(root: Path) -> None:
+    deep = os.open(root, os.O_RDONLY)
+    for _ in range(10_000):
+        os.mkdir("d" * 100, dir_fd=deep)
+        below = os.open("d" * 100, os.O_RDONLY, dir_fd=deep)
+        os.close(deep)
+        deep = below
+    os.close(deep)
+    for name in (b"\xff\xfe", b"\n", b"-rf"):
+        os.mkdir(os.path.join(os.fsencode(root), name), 0)
+    (root / "link").symlink_to("/usr")
+    os.mkfifo(root / "pipe")
+    inner = root / "a" / "b"
+    inner.mkdir(parents=True)
+    (inner / "file").write_text("x")
+    for path in (inner, inner.parent, root):
+        path.chmod(0)
+
+
+@pytest.mark.parametrize("user", [None, 54321])
+def test_any_tree_is_removed(user: int | None, tmp_path: Path) -> None:
+    from verl.rewards.sandbox.folders import remove_tree
+
+    if user is None:
+        build_resisting_tree(tmp_path)
+        assert remove_tree(str(tmp_path))
+        assert not tmp_path.exists()
+        assert Path("/usr/bin").is_dir()
+        return
+    if os.geteuid() != 0:
+        pytest.skip("starts a program as another user")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.chmod(tmp_path, 0o777)
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+            root = Path(tempfile.mkdtemp(dir="/var/tmp"))
+            build_resisting_tree(root)
+            os.write(writer, f"{remove_tree(str(root))} {root.exists()}".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    assert os.read(reader, 100) == b"True False"
+    os.close(reader)
+
+
+def test_usage_is_bounded(tmp_path: Path) -> None:
+    from verl.rewards.sandbox.folders import usage
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").write_bytes(bytes(8192))
+    assert usage(str(tmp_path), 10) == (8192, 2)
+    for number in range(50):
+        (tmp_path / str(number)).touch()
+    assert usage(str(tmp_path), 10)[1] == 11
+    place = tmp_path / "deep"
+    for _ in range(120):
+        place.mkdir()
+        place = place / "d"
+    assert usage(str(tmp_path / "deep"), 1000)[1] == 1001
+
+
+def test_memory_that_no_limit_counts_is_refused(box: LocalSandbox) -> None:
+    result = run(box, hostile.PROGRAMS["memfd"], "1 / 1")
+    assert result.status is Status.ERROR
+    assert "Function not implemented" in result.stderr
+
+
+def test_shared_memory_of_a_program_counts_once(box: LocalSandbox) -> None:
+    if box.isolation is Isolation.GUARD:
+        pytest.skip("the guard lets a program have no other process")
+    source = """
+import mmap, os, time
+block = mmap.mmap(-1, 100 << 20)
+block.write(bytes(100 << 20))
+for _ in range(4):
+    if os.fork() == 0:
+        assert sum(block[::4096]) == 0
+        time.sleep(0.5)
+        os._exit(0)
+for _ in range(4):
+    os.wait()
+print("done")
+"""
+    assert run(box, source).stdout == "done\n"
+
+
+def test_files_that_are_kept(box: LocalSandbox) -> None:
+    if box.isolation is Isolation.GUARD:
+        pytest.skip("only Python programs")
+    make = "import os, shutil; shutil.copy('/bin/echo', 'main'); os.symlink('/etc/passwd', 'link'); os.mkdir('folder')"
+    names = ["main", "link", "folder", "absent"]
+    assert box.run([*PYTHON, "make.py"], files={"make.py": make}, keep=names).ok
+    for _ in range(2):
+        assert box.run(["./main", "hi"], use_kept=True).stdout == "hi\n"
+        # what one run does to its files is no matter of the next
+        spoil = "import os; print(sorted(os.listdir('.'))); os.remove('main'); os.chmod('.', 0)"
+        result = box.run([*PYTHON, "spoil.py"], files={"spoil.py": spoil}, use_kept=True)
+        assert result.stdout == "['main', 'spoil.py']\n"
+    assert box.run(["./main"]).status is Status.ERROR  # not kept: the program's own fault, and no failure
+
+
+def test_a_program_that_cannot_be_started_is_a_failure_of_the_sandbox(box: LocalSandbox) -> None:
+    if box.isolation is Isolation.GUARD:
+        pytest.skip("only Python programs")
+    with pytest.raises(RewardError, match=r"could not be started: not executed: FileNotFoundError"):
+        box.run(["no-such-compiler", "x.c"])
+    assert run(box, "print(1)").stdout == "1\n"
+
+
+def wait_until_gone(name: str, place: Path) -> None:
+    deadline = time.monotonic() + 10
+    while (processes_with(name) or list(place.iterdir())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes_with(name) == []
+    assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize("victim", ["launcher", "supervisor", "both"])
+@pytest.mark.parametrize("isolation", list(Isolation), ids=str)
+def test_a_sandbox_that_is_killed_is_an_error_and_leaves_nothing(
+    isolation: Isolation, victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if victim == "both" and isolation is not Isolation.NAMESPACES:
+        pytest.skip("somebody has to be left to clean up")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    tmp_path.chmod(0o711)
+    name = f"victim-{secrets.token_hex(6)}.py"
+    try:
+        sandbox = LocalSandbox(Limits(wall_s=20.0), str(isolation))
+    except ConfigError as error:
+        pytest.skip(f"this kernel: {error}")
+    raised: list[BaseException] = []
+
+    def use() -> None:
+        try:
+            fork = "" if isolation is Isolation.GUARD else "import os; os.fork()\n"
+            sandbox.run([*PYTHON, name], files={name: f"{fork}import time; time.sleep(60)"})
+        except RewardError as error:
+            raised.append(error)
+
+    user = threading.Thread(target=use)
+    user.start()
+    deadline = time.monotonic() + 20
+    while len(processes_with(name)) < (1 if isolation is Isolation.GUARD else 2) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    launcher = sandbox._process.pid
+    below = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    for pid in {"launcher": [launcher], "supervisor": below, "both": [launcher, *below]}[victim]:
+        os.kill(int(pid), 9)
+    user.join(15)
+    assert [type(error) for error in raised] == [RewardError]
+    assert "the sandbox gave no answer" in str(raised[0])
+    sandbox.close()
+    wait_until_gone(name, tmp_path)
+
+
+def test_folders_without_an_owner_are_removed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.rewards.sandbox import folders
+
+    monkeypatch.setattr(folders, "_STALE_S", -1.0)
+    for name in ("verl-sandbox-dead", "verl-sandbox-live", "other"):
+        (tmp_path / name / "run-1").mkdir(parents=True)
+    held = folders.hold(str(tmp_path / "verl-sandbox-live"))
+    folders.remove_stale(str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "verl-sandbox-live"]
+    os.close(held)
+    folders.remove_stale(str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other"]
+
+
+def test_a_sandbox_without_a_place_is_an_error_and_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
+    outcome = call_function(code.compute_score, {"solution_str": "```python\nprint(4)\n```", "ground_truth": SQUARE})
+    assert outcome.kind is OutcomeKind.ERROR
+    assert outcome.score is None
+    assert "the sandbox has no folder for programs" in outcome.message

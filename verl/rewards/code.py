@@ -18,18 +18,19 @@ import json
 import math
 import re
 import secrets
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.rewards.references import is_missing, plain, reads_reference, required, shown
 from verl.rewards.sandbox.local import LocalSandbox
 from verl.rewards.sandbox.pool import shared_pool
 from verl.rewards.sandbox.remote import RemoteSandbox
-from verl.rewards.sandbox.spec import Limits, ProgramResult, Status
+from verl.rewards.sandbox.spec import Isolation, Limits, ProgramResult, Status
 
 _FENCE = "```"
 _TAG = re.compile(r"[ \t]*+([A-Za-z0-9_+#-]*)")
@@ -165,7 +166,10 @@ def _function(name: str, given: Any, wanted: Any) -> Check:
     def right(printed: str) -> bool:
         value = _marked(printed, mark)
         # some data sets wrap every expected value into a list of one
-        return value is not None and any(_same_value(value[0], expected) for expected in _candidates(wanted))
+        try:
+            return value is not None and any(_same_value(value[0], expected) for expected in _candidates(wanted))
+        except RecursionError:
+            return False
 
     return Check(_CALL, call + "\n", right)
 
@@ -187,7 +191,7 @@ def _marked(printed: str, mark: str) -> list[Any] | None:
         if line.startswith(mark):
             try:
                 return [json.loads(line[len(mark) :])]
-            except ValueError:
+            except (ValueError, RecursionError):  # the program wrote it, not the function's value
                 return None
     return None
 
@@ -214,7 +218,10 @@ def _same_value(value: Any, expected: Any) -> bool:
         return value is expected
     if isinstance(value, float) or isinstance(expected, float):
         both = isinstance(value, int | float) and isinstance(expected, int | float)
-        return both and math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-9)
+        try:
+            return both and math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-9)
+        except OverflowError:  # a whole number beyond all floats
+            return False
     if isinstance(value, list) and isinstance(expected, list):
         return len(value) == len(expected) and all(map(_same_value, value, expected))
     if isinstance(value, dict) and isinstance(expected, dict):
@@ -254,6 +261,7 @@ def compute_score(
         ``output``, ``compile``, ``no_code``), the status of the first test that failed.
 
     Raises:
+        ConfigError: ``extra_info`` asks for a language that cannot be run on this machine.
         DataError: the reference describes no tests.
         RewardError: the sandbox failed; that says nothing about the program.
     """
@@ -268,14 +276,19 @@ def compute_score(
         remote = RemoteSandbox(url, limits, max_concurrent=max_concurrent or 64)
         run: Run = lambda program, stdin: remote.run(program, language=language, stdin=stdin)  # noqa: E731
         return _verdict(checks, code, run, continuous)
+    wanted = (extra_info or {}).get("language")
     if language != "python" and language not in _COMPILERS:
         return {"score": 0.0, "acc": False, "code_status": "no_code"}
     with shared_pool(isolation, max_concurrent).lend() as box:
         if language == "python":
             return _verdict(checks, code, lambda program, stdin: _python(box, program, stdin, limits), continuous)
+        if problem := _cannot_compile(box, language):
+            if wanted:  # the task's choice, which no answer can meet here
+                raise ConfigError(problem)
+            return {"score": 0.0, "acc": False, "code_status": "no_code"}  # the policy's choice
         if not _compiled(box, code, language, limits):
             return {"score": 0.0, "acc": False, "code_status": "compile"}
-        run = lambda _, stdin: box.run(["./main"], stdin=stdin, limits=limits, keep=True)  # noqa: E731
+        run = lambda _, stdin: box.run(["./main"], stdin=stdin, limits=limits, use_kept=True)  # noqa: E731
         return _verdict(checks, code, run, continuous)
 
 
@@ -283,9 +296,20 @@ def _python(box: LocalSandbox, program: str, stdin: str, limits: Limits) -> Prog
     return box.run([sys.executable, "-I", "main.py"], files={"main.py": program}, stdin=stdin, limits=limits)
 
 
+def _cannot_compile(box: LocalSandbox, language: str) -> str:
+    """Why programs in a language cannot be run on this machine; empty if they can."""
+    compiler = _COMPILERS[language][1][0]
+    remedy = "set reward.sandbox.url to a remote sandbox that runs it"
+    if box.isolation is Isolation.GUARD:
+        return f"a row asks for a program in {language}, and only Python can be run here by isolation=guard; {remedy}"
+    if shutil.which(compiler) is None:
+        return f"a row asks for a program in {language}, and this machine has no {compiler}; install it, or {remedy}"
+    return ""
+
+
 def _compiled(box: LocalSandbox, code: str, language: str, limits: Limits) -> bool:
     name, command = _COMPILERS[language]
-    return box.run(command, files={name: code}, limits=limits).ok
+    return box.run(command, files={name: code}, limits=limits, keep=["main"]).ok
 
 
 def _verdict(checks: Sequence[Check], code: str, run: Run, continuous: bool) -> dict[str, Any]:

@@ -6,9 +6,11 @@ the C library by itself gets round it.
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import sys
+from contextlib import suppress
 
 _REFUSED = (
     "socket.",
@@ -22,10 +24,19 @@ _REFUSED = (
     "os.startfile",
     "pty.spawn",
     "ctypes.dlsym",
+    "resource.prlimit",
+    "sqlite3.load_extension",
     "ftplib.",
     "smtplib.",
     "urllib.Request",
 )
+# modules that open files, and functions that make them, without a word to audit hooks
+_MODULES = frozenset({"_dbm", "_gdbm", "_posixshmem"})
+_FUNCTIONS = {
+    "os": ("mkfifo", "mknod", "openpty"),
+    "posix": ("mkfifo", "mknod", "openpty"),
+    "_multiprocessing": ("SemLock", "sem_unlink"),
+}
 _CHANGES = {
     "os.chmod": 1, "os.chown": 1, "os.link": 2, "os.mkdir": 1, "os.remove": 1, "os.rename": 2, "os.rmdir": 1,
     "os.symlink": 2, "os.truncate": 1, "os.utime": 1, "os.chflags": 1, "os.setxattr": 1, "os.removexattr": 1,
@@ -58,9 +69,20 @@ def install(folder: str) -> None:
             for path in arguments[: _CHANGES[event]]:
                 if path is not None and not inside(path):
                     raise PermissionError(f"the sandbox allows no {event} at {path!r}")
+        elif event == "sqlite3.connect" and arguments[0] not in (":memory:", "", b":memory:", b""):
+            if str(arguments[0]).startswith("file:") or not inside(arguments[0]):
+                raise PermissionError(f"the sandbox allows no database at {arguments[0]!r}")
+        elif event == "import" and arguments[0] in _MODULES:
+            raise ImportError(f"the sandbox does not allow {arguments[0]}")
         elif event.startswith(_REFUSED) or (event == "ctypes.dlopen" and arguments[0]):
             raise PermissionError(f"the sandbox does not allow {event}")
 
+    for module, names in _FUNCTIONS.items():
+        with suppress(ImportError):
+            loaded = importlib.import_module(module)
+            for name in names:
+                if hasattr(loaded, name):
+                    delattr(loaded, name)
     sys.addaudithook(hook)
 
 

@@ -33,29 +33,61 @@ _LAST_CAP = 63
 # the numbers of system calls that came after 2019 are the same on all machines
 _OPEN_TREE, _MOVE_MOUNT, _CLONE3, _MOUNT_SETATTR = 428, 429, 435, 442
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-_NEW_CALLS = {"io_uring_setup": 425, "fsopen": 430, "pidfd_send_signal": 424, "pidfd_getfd": 438}
+_NEW_CALLS = {
+    "io_uring_setup": 425, "fsopen": 430, "pidfd_send_signal": 424, "pidfd_getfd": 438, "memfd_secret": 447,
+    "process_madvise": 440, "process_mrelease": 448, "openat2": 437, "fchmodat2": 452, "setxattrat": 463,
+    "removexattrat": 466, "file_setattr": 469,
+}  # fmt: skip
 _CALLS = {
     "x86_64": {
         "pivot_root": 155, "capset": 126, "socket": 41, "clone": 56, "kill": 62, "tkill": 200, "tgkill": 234,
         "ptrace": 101, "mount": 165, "umount2": 166, "unshare": 272, "setns": 308, "keyctl": 250, "add_key": 248,
         "request_key": 249, "bpf": 321, "perf_event_open": 298, "userfaultfd": 323, "process_vm_writev": 311,
         "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "prlimit64": 302, "shmget": 29, "semget": 64, "msgget": 68,
-        "setuid": 105, "setreuid": 113, "setresuid": 117, "setfsuid": 122,
+        "setuid": 105, "setreuid": 113, "setresuid": 117, "setfsuid": 122, "memfd_create": 319, "vmsplice": 278,
+        "splice": 275, "tee": 276, "sendmsg": 46, "sendmmsg": 307, "mq_open": 240, "fcntl": 72, "prctl": 157,
+        "setpriority": 141, "sched_setparam": 142, "sched_setscheduler": 144, "sched_setaffinity": 203,
+        "sched_setattr": 314, "ioprio_set": 251, "migrate_pages": 256, "move_pages": 279, "truncate": 76, "open": 2,
+        "openat": 257, "mknod": 133, "mknodat": 259, "chmod": 90, "fchmod": 91, "fchmodat": 268, "chown": 92,
+        "fchown": 93, "lchown": 94, "fchownat": 260, "utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280,
+        "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198,
+        "fremovexattr": 199,
     },
     "aarch64": {
         "pivot_root": 41, "capset": 91, "socket": 198, "clone": 220, "kill": 129, "tkill": 130, "tgkill": 131,
         "ptrace": 117, "mount": 40, "umount2": 39, "unshare": 97, "setns": 268, "keyctl": 219, "add_key": 217,
         "request_key": 218, "bpf": 280, "perf_event_open": 241, "userfaultfd": 282, "process_vm_writev": 271,
         "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "prlimit64": 261, "shmget": 194, "semget": 190, "msgget": 186,
-        "setuid": 146, "setreuid": 145, "setresuid": 147, "setfsuid": 151,
+        "setuid": 146, "setreuid": 145, "setresuid": 147, "setfsuid": 151, "memfd_create": 279, "vmsplice": 75,
+        "splice": 76, "tee": 77, "sendmsg": 211, "sendmmsg": 269, "mq_open": 180, "fcntl": 25, "prctl": 167,
+        "setpriority": 140, "sched_setparam": 118, "sched_setscheduler": 119, "sched_setaffinity": 122,
+        "sched_setattr": 274, "ioprio_set": 30, "migrate_pages": 238, "move_pages": 239, "truncate": 45,
+        "openat": 56, "mknodat": 33, "fchmod": 52, "fchmodat": 53, "fchown": 55, "fchownat": 54, "utimensat": 88,
+        "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16,
     },
 }  # fmt: skip
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _FORBIDDEN = (
     "ptrace", "mount", "umount2", "unshare", "setns", "keyctl", "add_key", "request_key", "bpf", "perf_event_open",
     "userfaultfd", "process_vm_writev", "pivot_root", "io_uring_setup", "fsopen", "pidfd_getfd", "socket",
-    "shmget", "semget", "msgget", "setuid", "setreuid", "setresuid", "setfsuid",
+    "shmget", "semget", "msgget", "setuid", "setreuid", "setresuid", "setfsuid", "mq_open",
+    # memory that no limit of a process counts: pages that only a pipe holds, files that only a message holds
+    "vmsplice", "splice", "tee", "sendmsg", "sendmmsg",
 )  # fmt: skip
+_ABSENT = ("memfd_create", "memfd_secret")  # likewise; a library that asks for them knows older kernels without
+# changes to files by their owner, which Landlock does not restrict
+_OWNERS = (
+    "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat", "utime", "utimes", "futimesat",
+    "utimensat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr", "lremovexattr", "fremovexattr",
+    "removexattrat", "file_setattr",
+)  # fmt: skip
+# what a process may do to others of its user; the position of the argument that names the process
+_TO_OTHERS = {
+    "prlimit64": 0, "sched_setparam": 0, "sched_setscheduler": 0, "sched_setaffinity": 0, "sched_setattr": 0,
+    "migrate_pages": 0, "move_pages": 0, "setpriority": 1, "ioprio_set": 1,
+}  # fmt: skip
+_SET_PIPE_SIZE = 1031
+_O_TRUNC, _O_ACCMODE = 0o1000, 0o3
 
 
 def _check(result: int, what: str) -> int:
@@ -151,9 +183,15 @@ def pivot_root_here() -> None:
     os.chdir("/")
 
 
-def die_with_parent() -> None:
-    """Be killed when the parent process ends."""
-    _prctl("PR_SET_PDEATHSIG", _PDEATHSIG, 9)
+def die_with_parent(signal: int = 9) -> None:
+    """Get ``signal`` when the parent process ends."""
+    _prctl("PR_SET_PDEATHSIG", _PDEATHSIG, signal)
+
+
+def look_as(user: int) -> None:
+    """Take a user's rights to files, and to what ``/proc`` shows of processes, without becoming open to its signals."""
+    _libc.setfsgid(ctypes.c_uint(user))
+    _libc.setfsuid(ctypes.c_uint(user))
 
 
 def adopt_orphans() -> None:
@@ -197,11 +235,14 @@ def _errno(number: int) -> int:
     return 0x00050000 | number
 
 
-def filter_system_calls(*, only_signal: int | None = None) -> None:
-    """Refuse sockets, tracing, mounts, new namespaces and other calls that a program under test has no need for.
+def filter_system_calls(*, only_signal: int | None = None, shared: bool = False, nodes: bool = True) -> None:
+    """Refuse what a program under test has no need for: sockets, tracing, mounts, memory that no limit counts.
 
     Args:
         only_signal: the one process that may still be sent signals, and its group; ``None`` = no rule about signals.
+        shared: the program's files have an owner in common with others of the machine. Changes of modes, owners,
+            times and attributes then have no effect.
+        nodes: whether named pipes may be made.
 
     Raises:
         OSError: the kernel has no filters, or the machine is neither x86-64 nor 64-bit ARM.
@@ -210,28 +251,58 @@ def filter_system_calls(*, only_signal: int | None = None) -> None:
         raise OSError(f"no system call filter for {_MACHINE}")
     code: list[tuple[int, int, int, int]] = []
 
-    def deny_if_number(name: str, answer: int = _errno(_EPERM)) -> None:
-        code.append((_JEQ, 0, 1, _number(name)))
-        code.append((_RET, 0, 0, answer))
+    def answer(name: str, value: int = _errno(_EPERM)) -> None:
+        if name in _NEW_CALLS or name in _CALLS[_MACHINE]:  # 64-bit ARM never had the oldest ones
+            code.extend([(_JEQ, 0, 1, _number(name)), (_RET, 0, 0, value)])
+
+    def deny_where(name: str, position: int, value: int) -> None:
+        code.extend([(_JEQ, 0, 4, _number(name)), (_LD, 0, 0, 16 + 8 * position), (_JEQ, 0, 1, value)])
+        code.extend([(_RET, 0, 0, _errno(_EPERM)), (_RET, 0, 0, _ALLOW)])
+
+    def deny_unless(name: str, position: int, *values: int) -> None:
+        code.extend([(_JEQ, 0, 3 + len(values), _number(name)), (_LD, 0, 0, 16 + 8 * position)])
+        code.extend((_JEQ, len(values) - index, 0, value) for index, value in enumerate(values))
+        code.extend([(_RET, 0, 0, _errno(_EPERM)), (_RET, 0, 0, _ALLOW)])
 
     code += [(_LD, 0, 0, 4), (_JEQ, 1, 0, _AUDIT_ARCH[_MACHINE]), (_RET, 0, 0, _KILL), (_LD, 0, 0, 0)]
     if _MACHINE == "x86_64":
         code += [(_JGE, 0, 1, 0x40000000), (_RET, 0, 0, _errno(_ENOSYS))]  # the x32 numbers are a way around
     for name in _FORBIDDEN:
-        deny_if_number(name)
+        answer(name)
+    for name in _ABSENT:
+        answer(name, _errno(_ENOSYS))
     # its flags lie in memory, where a filter cannot look; the C library then uses clone
     code += [(_JEQ, 0, 1, _CLONE3), (_RET, 0, 0, _errno(_ENOSYS))]
+    deny_where("fcntl", 1, _SET_PIPE_SIZE)
+    deny_where("prctl", 0, _DUMPABLE)  # the supervisor has to see what a program holds
+    for name, position in _TO_OTHERS.items():
+        deny_unless(name, position, 0)
+    if not nodes:
+        answer("mknod")
+        answer("mknodat")
+    if shared:
+        for name in _OWNERS:
+            answer(name, _errno(0))
+        for name in (
+            "process_madvise",
+            "process_mrelease",
+            "pidfd_send_signal",
+            "rt_sigqueueinfo",
+            "rt_tgsigqueueinfo",
+        ):
+            answer(name)
+        answer("openat2", _errno(_ENOSYS))
+        if landlock_version() < 3:  # truncation is no writing to it yet
+            answer("truncate")
+        for name, position in (("open", 1), ("openat", 2)):
+            if name in _CALLS[_MACHINE]:
+                code += [(_JEQ, 0, 5, _number(name)), (_LD, 0, 0, 16 + 8 * position), (_JSET, 0, 2, _O_TRUNC)]
+                code += [(_JSET, 1, 0, _O_ACCMODE), (_RET, 0, 0, _errno(_EPERM)), (_RET, 0, 0, _ALLOW)]
     if only_signal is not None:
-        for name in ("tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal", "prlimit64"):
-            if name == "prlimit64":
-                # getrlimit and setrlimit are made of it, with process 0
-                code += [(_JEQ, 0, 4, _number(name)), (_LD, 0, 0, 16), (_JEQ, 1, 0, 0)]
-                code += [(_RET, 0, 0, _errno(_EPERM)), (_RET, 0, 0, _ALLOW)]
-            else:
-                deny_if_number(name)
+        for name in ("tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal"):
+            answer(name)
         for name in ("kill", "tgkill"):
-            code += [(_JEQ, 0, 5, _number(name)), (_LD, 0, 0, 16), (_JEQ, 2, 0, only_signal), (_JEQ, 1, 0, 0)]
-            code += [(_RET, 0, 0, _errno(_EPERM)), (_RET, 0, 0, _ALLOW)]
+            deny_unless(name, 0, only_signal, 0)
     code += [(_JEQ, 0, 3, _number("clone")), (_LD, 0, 0, 16), (_JSET, 0, 1, _ANY_NAMESPACE)]
     code += [(_RET, 0, 0, _errno(_EPERM)), (_RET, 0, 0, _ALLOW)]
     program = b"".join(struct.pack("=HBBI", *step) for step in code)

@@ -8,38 +8,66 @@ With namespaces the processes are::
 
     launcher ── keeper (own user namespace) ── supervisor (process 1 of its own process namespace) ── program
 
-and without, launcher and supervisor are one. The program itself has no capabilities, no sockets and an empty
-environment, whatever the means.
+and without::
+
+    launcher ── supervisor ── program
+
+where the launcher waits for the supervisor's end and then kills what is left below it. The program itself has no
+capabilities, no sockets and an empty environment, whatever the means.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from verl.rewards.sandbox.folders import hold, remove_tree
 from verl.rewards.sandbox.spec import Isolation
-from verl.rewards.sandbox.supervisor import DEVICES, LINUX, Supervisor
+from verl.rewards.sandbox.supervisor import DEVICES, LINUX, Supervisor, kill_descendants
 from verl.rewards.sandbox.users import other_user
 
 
-def _without_namespaces(isolation: Isolation, folder: str, readable: Sequence[str]) -> Supervisor:
+def _without_namespaces(isolation: Isolation, folder: str, readable: Sequence[str]) -> Supervisor | None:
     user, only_real = None, False
     if LINUX:
-        from verl.rewards.sandbox import kernel
-
         if isolation is Isolation.LANDLOCK:
             _try_landlock(folder, readable)
-        kernel.adopt_orphans()
-        kernel.hide_memory()
         user, only_real = other_user([folder, *readable]) if os.geteuid() == 0 else (None, False)
-        if user is not None and not only_real:
-            os.chown(folder, user, user)
+        if not _fork_supervisor():
+            return None
     return Supervisor(isolation, folder, readable, user, own_processes=False, only_real=only_real)
+
+
+def _fork_supervisor() -> bool:
+    """Go on in a child process, which gets ``True``; this one waits for its end, kills what it left, gets ``False``."""
+    from verl.rewards.sandbox import kernel
+
+    kernel.adopt_orphans()
+    launcher = os.getpid()
+    supervisor = os.fork()
+    if supervisor:
+        kernel.hide_memory()
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(supervisor, signal.SIGTERM))
+        os.waitpid(supervisor, 0)
+        kill_descendants()
+        return False
+    # the supervisor ends in order when the launcher is killed: it takes the program along
+    signal.signal(signal.SIGTERM, _end)
+    kernel.die_with_parent(signal.SIGTERM)
+    if os.getppid() != launcher:
+        os._exit(1)
+    kernel.adopt_orphans()
+    kernel.hide_memory()
+    return True
+
+
+def _end(*_: object) -> None:
+    raise SystemExit(1)
 
 
 def _try_landlock(folder: str, readable: Sequence[str]) -> None:
@@ -82,11 +110,13 @@ def main() -> None:
     for number in (0, 1):
         os.set_inheritable(number, False)
     setup = json.loads(source.readline())
+    os.chmod(setup["folder"], 0o711)  # programs of another user pass through it to their own folder
+    hold(setup["folder"])
     try:
         _serve(setup, source, sink)
     finally:
         if os.getpid() == launcher:  # the controller does it too, unless it was killed
-            shutil.rmtree(setup["folder"], ignore_errors=True)
+            remove_tree(setup["folder"])
 
 
 def _serve(setup: dict[str, Any], source: Any, sink: Any) -> None:

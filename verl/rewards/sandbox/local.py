@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import selectors
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from verl.errors import ConfigError, RewardError
+from verl.rewards.sandbox.folders import PREFIX, remove_stale, remove_tree
 from verl.rewards.sandbox.spec import Isolation, Limits, ProgramResult, Status
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ _ROOT = str(Path(__file__).resolve().parents[3])
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from verl.rewards.sandbox.launcher import main; main()"
 _START_LIMIT_S = 60.0
 _ANSWER_GRACE_S = 20.0
+_STOP_LIMIT_S = 5.0
 _MEANS = {"auto": tuple(Isolation), **{means.value: (means,) for means in Isolation}}
 
 
@@ -64,15 +65,23 @@ class LocalSandbox:
         if isolation not in _MEANS:
             raise ConfigError(f"reward.sandbox.isolation={isolation!r}: choose one of {', '.join(_MEANS)}")
         self.limits = limits or Limits()
-        self._folder = tempfile.mkdtemp(prefix="verl-sandbox-")
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _START, _ROOT],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            env={"LANG": "C.UTF-8", "PATH": os.environ.get("PATH", "")},
-        )
+        try:
+            _remove_stale_once()
+            self._folder = tempfile.mkdtemp(prefix=PREFIX)
+        except OSError as error:
+            raise RewardError(f"the sandbox has no folder for programs: {error}; see TMPDIR") from error
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _START, _ROOT],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                env={"LANG": "C.UTF-8", "PATH": os.environ.get("PATH", "")},
+            )
+        except OSError as error:
+            remove_tree(self._folder)
+            raise RewardError(f"the sandbox's launcher cannot be started: {error}") from error
         try:
             setup = {"folder": self._folder, "readable": readable_paths(), "isolation": _MEANS[isolation]}
             reply = self._ask(setup, _START_LIMIT_S)
@@ -96,9 +105,18 @@ class LocalSandbox:
         files: Mapping[str, str] | None = None,
         stdin: str = "",
         limits: Limits | None = None,
-        keep: bool = False,
+        keep: Sequence[str] = (),
+        use_kept: bool = False,
     ) -> ProgramResult:
-        """Run a program in a fresh folder with ``files`` in it, or with ``keep`` in that of the run before.
+        """Run a program in a folder of its own, which is gone afterwards.
+
+        Args:
+            argv: the program and its arguments.
+            files: what is in the folder, by name.
+            stdin: its input.
+            limits: of this run; those of the sandbox unless given.
+            keep: names of files that it leaves for later runs.
+            use_kept: the files that the last run with ``keep`` left are there too.
 
         Raises:
             RewardError: the sandbox itself failed, which says nothing about the program.
@@ -114,8 +132,9 @@ class LocalSandbox:
             "files": dict(files or {}),
             "stdin": stdin,
             "limits": asdict(chosen),
+            "keep": list(keep),
+            "use_kept": use_kept,
         }
-        request["keep"] = keep
         reply = self._ask(request, chosen.wall_s + _ANSWER_GRACE_S)
         if "failure" in reply:
             raise RewardError(f"the sandbox failed: {reply['failure']}")
@@ -130,9 +149,18 @@ class LocalSandbox:
         try:
             self._process.wait(1.0)
         except subprocess.TimeoutExpired:
+            self._stop()
+        if not remove_tree(self._folder):
+            logger.warning("the folder %s of a sandbox cannot be removed", self._folder)
+
+    def _stop(self) -> None:
+        """End the launcher in the middle of a run; it takes the program along."""
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> LocalSandbox:
         return self
@@ -158,13 +186,18 @@ class LocalSandbox:
             selector.register(stream, selectors.EVENT_READ)
             while not data.endswith(b"\n"):
                 if not selector.select(max(0.0, deadline - time.monotonic())):
-                    self._process.kill()
+                    self._stop()
                     raise TimeoutError(f"nothing within {limit_s:g} s")
                 piece = os.read(stream, 1 << 20)
                 if not piece:
                     raise OSError("its launcher died")
                 data += piece
         return bytes(data)
+
+
+@cache
+def _remove_stale_once() -> None:
+    remove_stale(tempfile.gettempdir())
 
 
 _told: set[Isolation] = set()

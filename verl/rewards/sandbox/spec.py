@@ -17,7 +17,7 @@ class Status(StrEnum):
         ERROR: another exit code, or a signal.
         TIMEOUT: stopped at its CPU or wall-clock limit.
         MEMORY: stopped at its memory limit, or it could not get memory and gave up.
-        OUTPUT: stopped because it wrote too much to its standard streams.
+        OUTPUT: stopped because it wrote too much to its standard streams or its folder.
     """
 
     OK = "ok"
@@ -42,9 +42,10 @@ class Limits:
     Attributes:
         cpu_s: CPU seconds of each of its processes.
         wall_s: seconds from start to end.
-        memory_mb: address space of each process, and resident memory of all together, in MiB.
+        memory_mb: address space of each process, and memory of all together, in MiB.
         file_mb: size of a file, in MiB.
-        folder_mb: size of all files in its folder, in MiB (with namespaces; elsewhere only ``file_mb`` holds).
+        folder_mb: size of all its files, those without a name included, in MiB.
+        files: number of files and folders in its folder.
         processes: processes and threads at the same time.
         output_kb: standard output and error together, in KiB.
         open_files: open files of a process.
@@ -55,6 +56,7 @@ class Limits:
     memory_mb: int = 1024
     file_mb: int = 16
     folder_mb: int = 64
+    files: int = 4096
     processes: int = 32
     output_kb: int = 1024
     open_files: int = 128
