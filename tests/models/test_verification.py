@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,19 @@ import torch
 from transformers import AutoConfig
 
 from tests.models.families import FAMILIES, SPARSE, make_config
-from tests.models.family_checks import save_model
+from tests.models.family_checks import save_model, transformers_model
 from tests.workers.engine.reference import make_engine
-from tests.workers.rollout.helpers import make_model
-from verl.config import ModelConfig
+from tests.workers.rollout.helpers import generate, hand_over, make_model, random_prompts
+from verl.config import ModelConfig, RolloutConfig
 from verl.errors import ConfigError
 from verl.models.attention import PackedMask
 from verl.models.families import TESTED_FAMILIES, must_verify
 from verl.models.heads import HeadModel
 from verl.models.loading import supports_packing
 from verl.workers.engine.base import MicroBatching
+from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.hf import attention
+from verl.workers.rollout.hf.engine import HFRolloutEngine
 
 WHOLE = MicroBatching()
 
@@ -112,3 +116,41 @@ def test_models_with_state_are_not_packed(model_type: str) -> None:
     config = make_config(model_type) if model_type in FAMILIES else AutoConfig.for_model(model_type)
     config._attn_implementation = "verl_varlen"
     assert not supports_packing(config)
+
+
+def sampled(path: str, **model: Any) -> HFRolloutEngine:
+    """A rollout engine that has got the weights."""
+    engine = HFRolloutEngine(ModelConfig(path=path, **model), RolloutConfig(dtype="float32"), device="cpu")
+    asyncio.run(hand_over(engine, transformers_model(path)))
+    return engine
+
+
+@pytest.mark.parametrize("family", ["qwen2_sliding", "gemma2", "deepseek_v3", "gpt_oss"])
+def test_generation_is_compared_too(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_model(family, tmp_path / "model")
+    engine = sampled(path, verify="always")
+    prompts = random_prompts([3, 9])
+    assert generate(engine, prompts, SamplingParams(4, seed=1)) == generate(
+        sampled(path), prompts, SamplingParams(4, seed=1)
+    )
+
+    original = attention._decode
+
+    def forgetful(query: Any, key: Any, value: Any, *rest: Any) -> Any:
+        return original(query, key.roll(1, 2), value, *rest)
+
+    monkeypatch.setattr(attention, "_decode", forgetful)
+    sampled(path)  # not compared: the family is tested
+    with pytest.raises(ConfigError, match=r"log-probabilities of rollout.name=hf differ .* rollout.name=vllm"):
+        sampled(path, verify="always")
+
+
+def test_what_a_family_raises_is_said_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(make_config("olmoe", num_experts=4, num_experts_per_tok=2)).save_pretrained(tmp_path)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AttributeError("no attribute 'layers_of_it'\nand more")
+
+    monkeypatch.setattr("transformers.models.olmoe.modeling_olmoe.OlmoeModel.forward", fail)
+    with pytest.raises(ConfigError, match=r"'olmoe' is not supported: a forward pass .* AttributeError: no"):
+        make_engine(str(tmp_path), trained=False)

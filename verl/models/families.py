@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, VerlError
 from verl.models.probe import Comparison, Probe, compare
 
 if TYPE_CHECKING:
@@ -113,3 +114,28 @@ def require_agreement(
         beyond,
     )
     return found
+
+
+@contextmanager
+def named_failures(config: PreTrainedConfig, doing: str) -> Iterator[None]:
+    """Within the context, whatever the code of an untested family raises is said in one sentence that names the family.
+
+    Args:
+        config: of the model. Errors of tested families pass unchanged: they are faults of this library or of the data.
+        doing: what fails, such as ``"building it"``.
+
+    Raises:
+        ConfigError: in place of anything but the library's own errors and a lack of memory.
+    """
+    try:
+        yield
+    except (VerlError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if config.model_type in TESTED_FAMILIES:
+            raise
+        said = (str(error).strip().splitlines() or [""])[0][:200]
+        raise ConfigError(
+            f"model type {config.model_type!r} is not supported: {doing} failed with {type(error).__name__}: {said}. "
+            "Use a model of one of the tested families (docs/reference/models.md)"
+        ) from error

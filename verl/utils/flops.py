@@ -6,9 +6,12 @@ attention scores, feed-forward layers and the output head. Norms, activations an
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 # Dense peak in TFLOP/s for bf16 matrix products, from the vendors' data sheets; matched in order, first hit counts.
 _PEAK_TFLOPS = (
@@ -44,14 +47,30 @@ class FlopsCounter:
     attention: float
 
     @classmethod
-    def from_config(cls, config: Any, *, head_outputs: int | None = None) -> FlopsCounter:
+    def from_config(cls, config: Any, *, head_outputs: int | None = None) -> FlopsCounter | None:
         """Count from a Transformers configuration.
 
         Args:
             config: a decoder's configuration; for a multi-modal model its text part is used.
             head_outputs: outputs of the head per token, by default the vocabulary; 1 for a value head.
+
+        Returns:
+            None for a configuration whose sizes are not those of a decoder with equal layers, such as one with a list
+            of sizes.
         """
         config = getattr(config, "text_config", None) or config
+        try:
+            return cls._of_decoder(config, head_outputs)
+        except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
+            logger.warning(
+                "operations of model type %r are not counted (%s): there will be no mfu metrics",
+                getattr(config, "model_type", "unknown"),
+                error,
+            )
+            return None
+
+    @classmethod
+    def _of_decoder(cls, config: Any, head_outputs: int | None) -> FlopsCounter:
         hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
         heads = int(config.num_attention_heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from verl.checkpoint.image import ShardImage
 from verl.errors import CheckpointError, ConfigError
 from verl.models.decoder import compile_dense_parts, decoder_layers
-from verl.models.families import must_verify, require_agreement
+from verl.models.families import must_verify, named_failures, require_agreement
 from verl.models.heads import HEADS, PROBE, HeadModel, PolicyModel
 from verl.models.loading import (
     LOADERS,
@@ -145,12 +145,13 @@ class FSDPEngine(TrainEngine):
         self.share_prompts = not has_dropout(config)
         self.lora = LoraSettings.of(self.model_config)
         deferred = DeferredWeights()  # adapters are made from the values of what they adapt
-        hf_model = LOADERS[self.head](
-            self.model_config,
-            dtype=self.precision.master,
-            hf_config=config,
-            deferred=deferred if world > 1 and self.lora is None else None,
-        )
+        with named_failures(config, "building it"):
+            hf_model = LOADERS[self.head](
+                self.model_config,
+                dtype=self.precision.master,
+                hf_config=config,
+                deferred=deferred if world > 1 and self.lora is None else None,
+            )
         if self.lora is not None:
             add_adapters(hf_model, self.lora, self.seed)
         if self.optim_config is None:
@@ -191,7 +192,8 @@ class FSDPEngine(TrainEngine):
         self._guard = MemoryGuard(self.device, world)
         self._residency.settle("model")
         if must_verify(self.model_config, config):
-            self._verify(config)
+            with named_failures(config, "a forward pass"):
+                self._verify(config)
 
     def probe(self) -> Probe:
         """Rows on which differences between two forms of the model show."""

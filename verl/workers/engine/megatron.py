@@ -23,10 +23,12 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.errors import ConfigError
+from verl.models.families import must_verify, require_agreement
 from verl.models.heads import CLASSIFIER_OUTPUTS, LM_OUTPUTS, VALUE_OUTPUTS
-from verl.models.loading import has_dropout, load_hf_config, resolve_model_dir
+from verl.models.loading import has_dropout, load_causal_lm, load_hf_config, resolve_model_dir
 from verl.models.lora import LoraSettings
 from verl.models.packing import RowLayout, build_layout
+from verl.models.probe import make_probe, plain_log_probs
 from verl.utils.device import default_compute_dtype, empty_cache
 from verl.utils.distributed import init_process_group
 from verl.utils.flops import FlopsCounter
@@ -197,6 +199,34 @@ class MegatronEngine(TrainEngine):
         self._set_training(False)
         self._residency.settle("model")
         self._residency.settle("optimizer")
+        if self.head == "lm" and must_verify(self.model_config, self.hf_config):
+            self._verify()
+
+    def _verify(self) -> None:
+        """Compare the model with plain Transformers on the weights of its directory, which rank 0 loads. Collective.
+
+        Raises:
+            ConfigError: the numbers differ.
+        """
+        if self.lora is not None and self.lora.adapter_path:
+            logger.info("model.verify: not compared with plain Transformers, which has no trained adapter here")
+            return
+        probe = make_probe(self.hf_config)
+        got = probe.split(self.forward(probe.batch(), frozenset({"log_probs"}), micro=MicroBatching())["log_probs"])
+        box: list[Any] = [None]
+        if self.layout.rank == 0:
+            plain = load_causal_lm(self.model_config, hf_config=load_hf_config(self.model_config))
+            box = [plain_log_probs(plain, probe.rows)]
+        dist.broadcast_object_list(box, 0)
+        require_agreement(
+            got,
+            box[0],
+            probe,
+            model_type=self.hf_config.model_type,
+            what="training rows of Megatron-core",
+            dtype=self.config.params_dtype,
+            remedy=lambda: "Use strategy=fsdp; model.verify=never trains it all the same",
+        )
 
     def _head_outputs(self) -> int:
         if self.head == "lm":

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -14,6 +15,8 @@ import torch
 
 from verl.errors import ConfigError, RolloutError, VerlError, WeightSyncError
 from verl.models.decoder import compile_dense_parts, decoder_layers
+from verl.models.families import must_verify, named_failures, require_agreement
+from verl.models.probe import LONGEST, ProbeRow, make_probe, plain_log_probs
 from verl.models.vision import ImageTokens
 from verl.utils.device import empty_cache, get_torch_device
 from verl.utils.distributed import get_world_size
@@ -25,6 +28,7 @@ from verl.workers.rollout.base import (
     MemoryPart,
     RolloutEngine,
     RolloutMemory,
+    SamplingParams,
     WeightPart,
 )
 from verl.workers.rollout.hf.budget import CacheBudget
@@ -43,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 #: fewer full-length sequences at a time than this are worth a warning
 _FEW_ROWS = 8
+#: tokens sampled behind each probe row
+_VERIFIED_TOKENS = 8
 
 
 class HFRolloutEngine(RolloutEngine):
@@ -120,6 +126,8 @@ class HFRolloutEngine(RolloutEngine):
         self._calls: dict[int, Call] = {}
         self._driver: asyncio.Task[None] | None = None
         self._check_room(self._cached_tokens_limit())
+        self._unverified = must_verify(model_config, config)
+        self._config = config
 
     def _packed_linears(self, wanted: bool | None) -> PackedLinears | None:
         """What packs the weights while generating, if they are to be packed."""
@@ -383,6 +391,46 @@ class HFRolloutEngine(RolloutEngine):
         self.weights.end()
         assert version is not None
         self._version = version
+        if self._unverified and self._awake == set(MEMORY_PARTS):
+            self._unverified = False
+            with named_failures(self._config, "generating with rollout.name=hf"):
+                self._verify()
+
+    def _verify(self) -> None:
+        """Compare log-probabilities of a few samples with plain Transformers on the same weights.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        positions = getattr(self._config.get_text_config(), "max_position_embeddings", None) or LONGEST
+        probe = make_probe(self._config, longest=min(LONGEST, int(positions) - _VERIFIED_TOKENS))
+        self.cache_budget.tokens = self._cached_tokens_limit()
+        found: dict[int, Completion] = {}
+        settings = SamplingParams(_VERIFIED_TOKENS, seed=0, ignore_eos=True)
+        for number, row in enumerate(probe.rows):
+            request = GenerationRequest(list(row.token_ids), settings, f"probe-{number}")
+            self.scheduler.add([Sequence(request, partial(found.__setitem__, number))])
+        try:
+            while self.scheduler.waiting or self.runner.running:
+                for sequence, completion in self._advance():
+                    sequence.deliver(completion)
+        finally:
+            self._forget_all()
+            self.cache.release()
+            self.runner.release()
+        rows = tuple(
+            ProbeRow(row.kind, (*row.token_ids, *found[number].token_ids), len(row.token_ids))
+            for number, row in enumerate(probe.rows)
+        )
+        require_agreement(
+            [torch.tensor(found[number].log_probs) for number in range(len(rows))],
+            plain_log_probs(self.module, rows, device=self.device),  # type: ignore[arg-type]
+            replace(probe, rows=rows),
+            model_type=self.model_type,
+            what="log-probabilities of rollout.name=hf",
+            dtype=self.dtype,
+            remedy=lambda: "Use rollout.name=vllm or sglang; model.verify=never generates with it all the same",
+        )
 
     async def checksums(self, source: Mapping[str, torch.Tensor] | None = None) -> dict[str, str]:
         """Digest per weight; see :meth:`RolloutEngine.checksums`."""
