@@ -1,25 +1,38 @@
-"""Starting Ray on a machine that is busy."""
+"""Starting Ray: on a machine that is busy, with an environment that cannot work, and beside other clusters."""
 
 from __future__ import annotations
 
+import logging
+import socket
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-from verl.single_controller.ray.session import start_ray
+from verl.errors import ConfigError, WorkerError
+from verl.single_controller.ray import session
+from verl.single_controller.ray.session import ray_cluster, start_ray
 
 SLOW = "The current node timed out during startup. This could happen because the GCS has become overloaded."
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, *messages: str) -> list[Any]:
-    """Let ``ray.init`` fail with the messages, one after the other, then work; returns what was called."""
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No cluster is named, and Ray's folder is the usual one."""
+    for name in ("RAY_ADDRESS", "RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, *errors: BaseException) -> list[Any]:
+    """Let ``ray.init`` raise the errors, one after the other, then work; returns what was called."""
     calls: list[Any] = []
 
     def init(**settings: Any) -> None:
         calls.append(settings)
-        if len(calls) <= len(messages):
-            raise Exception(messages[len(calls) - 1])
+        if len(calls) <= len(errors):
+            raise errors[len(calls) - 1]
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
@@ -29,17 +42,84 @@ def failing(monkeypatch: pytest.MonkeyPatch, *messages: str) -> list[Any]:
 def test_a_start_that_took_too_long_is_tried_once_more(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    calls = failing(monkeypatch, SLOW)
-    start_ray(num_cpus=2)
-    assert calls == [{"num_cpus": 2}, "shutdown", {"num_cpus": 2}]
+    calls = failing(monkeypatch, Exception(SLOW))
+    folder = start_ray(num_cpus=2)
+    settings = {"num_cpus": 2, "address": "local", "_temp_dir": str(folder)}
+    assert calls == [settings, "shutdown", settings]
     assert "trying once more" in caplog.text
+    session._remove(folder)
 
 
-def test_a_second_failure_and_any_other_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = failing(monkeypatch, "no space left on device")
-    with pytest.raises(Exception, match="no space left"):
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (Exception(SLOW), WorkerError, "timed out"),
+        (PermissionError(13, "Permission denied", "/root/.cache"), ConfigError, r"HOME is .*/dev/shm"),
+        (ValueError("bad value\nmore"), ConfigError, r"ray_kwargs.ray_init=.*bad value$"),
+    ],
+)
+def test_what_ray_raises_becomes_one_line_and_leaves_no_folder(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, kind: type[Exception], text: str
+) -> None:
+    calls = failing(monkeypatch, error, Exception("shut down"), error)
+    with pytest.raises(kind, match=text):
         start_ray()
-    assert len(calls) == 1
-    calls = failing(monkeypatch, SLOW, "shut down", SLOW)
-    with pytest.raises(Exception, match="timed out"):
+    assert not Path(calls[0]["_temp_dir"]).exists()
+
+
+def test_an_own_cluster_starts_unless_another_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    calls = failing(monkeypatch)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: type("Context", (), {"gcs_address": "10.0.0.1:6379"}))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert start_ray() is None
+        assert f"environment variable RAY_ADDRESS={address!r}" in caplog.text
+        assert start_ray(address=f"ray://{address}") is None  # the key counts before the variable
+    assert start_ray(address="auto") is None
+    assert "ray_kwargs.ray_init.address='auto'" in caplog.text
+    folder = start_ray(address="local")
+    assert [call["address"] for call in calls] == [address, f"ray://{address}", "auto", "local"]
+    assert folder is not None
+    session._remove(folder)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "nowhere", "127.0.0.1:99999", "127.0.0.1:x"])
+def test_a_cluster_that_does_not_answer_is_named_at_once(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    failing(monkeypatch)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match="environment variable RAY_ADDRESS="):
         start_ray()
+    with pytest.raises(ConfigError, match=r"ray_kwargs.ray_init.address="):
+        start_ray(address=address)
+    assert time.monotonic() - started < 12
+
+
+def test_a_folder_that_cannot_hold_sockets_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    failing(monkeypatch)
+    monkeypatch.setenv("TMPDIR", "/tmp/" + "x" * 60)
+    with pytest.raises(ConfigError, match=r"TMPDIR=.*too long for Ray.*RAY_TMPDIR"):
+        start_ray()
+    (Path("/tmp") / "verl-no-dir").unlink(missing_ok=True)
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp/verl-no-dir")
+    with pytest.raises(ConfigError, match=r"RAY_TMPDIR='/tmp/verl-no-dir'"):
+        start_ray()
+
+
+def test_a_small_shared_memory_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    failing(monkeypatch)
+    monkeypatch.setattr(session, "free_bytes", lambda path: 64 << 20)
+    session._remove(start_ray(object_store_memory=100 << 20) or Path("/nonexistent"))
+    assert "/dev/shm has 64.0 MiB free" in caplog.text
+
+
+def test_a_running_ray_is_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = failing(monkeypatch)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    with ray_cluster({}):
+        pass
+    assert calls == []

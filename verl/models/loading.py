@@ -5,9 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import logging
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +31,7 @@ from verl.errors import ConfigError
 from verl.models.attention import IMPLEMENTATION
 from verl.models.sliced import DeferredWeights, build_deferred
 from verl.models.vision import ImageTokens
+from verl.utils.owned import shared_copy
 from verl.utils.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 # Scripts switch dropout off by the names of every family at once; a name that a config lacks then asks for nothing.
 _DROPOUT_KEYS = frozenset({"attention_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "hidden_dropout", "dropout"})
-_SHM_ROOT = Path("/dev/shm/verl-models")
 # Layer kinds whose only exchange between tokens is attention, so that rows can be packed.
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _STATE_LAYERS = frozenset({"conv", "linear_attention", "mamba", "recurrent", "hybrid"})
@@ -79,19 +77,7 @@ def resolve_model_dir(path: str | None, *, use_shm: bool = False) -> Path:
 def _copy_to_shm(directory: Path) -> Path:
     real = directory.resolve()
     stamp = max((item.stat().st_mtime_ns for item in real.iterdir()), default=0)
-    target = _SHM_ROOT / f"{real.name}-{derive_seed(stamp, str(real)):x}"
-    if not target.is_dir():
-        _SHM_ROOT.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=_SHM_ROOT))
-        shutil.copytree(real, scratch / "model")
-        try:
-            os.rename(scratch / "model", target)
-        except OSError:  # another rank was faster
-            if not target.is_dir():
-                raise
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-    return target
+    return shared_copy(f"{real.name}-{derive_seed(stamp, str(real)):x}", lambda path: shutil.copytree(real, path))
 
 
 def import_external_lib(names: str | None) -> None:

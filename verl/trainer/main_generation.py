@@ -25,6 +25,7 @@ from verl.errors import ConfigError, DataError
 from verl.utils.fs import atomic_write_text, ensure_writable_dir
 from verl.utils.logging import redact, setup_logging
 from verl.utils.program import exit_code
+from verl.utils.run_lock import locked
 
 if TYPE_CHECKING:
     from verl.data.files import Rows
@@ -66,6 +67,11 @@ class Generator:
 
     def run(self) -> Path:
         """Answer everything and write the output; returns its path."""
+        self.parts.mkdir(exist_ok=True)
+        with locked({"data.output_path": self.parts}):
+            return self._run()
+
+    def _run(self) -> Path:
         self._open_parts()
         size = self.config.data.batch_size
         todo = [start for start in range(0, self.count, size) if not self._part(start).exists()]
@@ -183,7 +189,6 @@ class Generator:
 
     def _open_parts(self) -> None:
         """The directory of finished batches; what lies there must be of the same command."""
-        self.parts.mkdir(exist_ok=True)
         values = to_dict(self.config)
         values["data"].pop("output_path")
         for key in ("nnodes", "n_gpus_per_node", "controller"):

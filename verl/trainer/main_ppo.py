@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -109,6 +108,7 @@ class TaskRunner:
         total_steps = steps_in_run(batches, trainer.total_epochs, trainer.total_training_steps)
         for directory in filter(None, (trainer.rollout_data_dir, trainer.validation_data_dir)):
             ensure_writable_dir(directory, purpose="directory for samples (trainer.*_data_dir)")
+        self.lock_directories()
         checkpoints = CheckpointManager.from_config(trainer)
         # a resume path that does not exist is told now, not after the models are loaded
         resumed = checkpoints.find(trainer.resume_mode, trainer.resume_from_path)
@@ -152,6 +152,18 @@ class TaskRunner:
             kl_ctrl=get_kl_controller(config.algorithm.kl_ctrl),
             watch=self.watch,
         )
+
+    def lock_directories(self) -> None:
+        """Hold what this run writes; a run that only validates may look at the checkpoints of a live one."""
+        from verl.utils.run_lock import locked
+
+        trainer = self.config.trainer
+        directories = {
+            "trainer.default_local_dir": None if trainer.val_only else trainer.default_local_dir,
+            "trainer.rollout_data_dir": None if trainer.val_only else trainer.rollout_data_dir,
+            "trainer.validation_data_dir": trainer.validation_data_dir,
+        }
+        self._at_end.enter_context(locked(directories))
 
     @property
     def source_fields(self) -> frozenset[str]:
@@ -321,20 +333,11 @@ def _resuming(config: PPOConfig) -> PPOConfig:
 @contextmanager
 def ray_session(config: PPOConfig) -> Iterator[None]:
     """Ray for the time of the run; a Ray that was running before is left running."""
-    import ray
+    from verl.single_controller.ray.session import ray_cluster
 
-    from verl.single_controller.ray.session import start_ray
-
-    started_here = not ray.is_initialized()
-    if started_here:
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        defaults = {"include_dashboard": False, "log_to_driver": True, "logging_level": "ERROR"}
-        start_ray(**{**defaults, **config.ray_kwargs.ray_init})
-    try:
+    defaults = {"include_dashboard": False, "log_to_driver": True, "logging_level": "ERROR"}
+    with ray_cluster({**defaults, **config.ray_kwargs.ray_init}):
         yield
-    finally:
-        if started_here:
-            ray.shutdown()
 
 
 def main(argv: list[str] | None = None) -> int:

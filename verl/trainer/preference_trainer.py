@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.data.preference_dataset import PreferenceCollator, PreferenceDataset
-from verl.trainer.sft_trainer import Batch, SFTTrainer, build_engine, build_parts, run
+from verl.trainer.sft_trainer import Batch, SFTTrainer, build_engine, build_parts, locked_directory, run
 from verl.utils.distributed import get_world_size
 from verl.utils.metrics import MetricSet, mmean
 from verl.utils.seeding import deterministic
@@ -93,5 +93,5 @@ def build_trainer(config: PreferenceConfig) -> PreferenceTrainer:
 
 def run_preference(config: PreferenceConfig) -> dict[str, float] | None:
     """Build the trainer, train, close the trackers; returns what :func:`verl.trainer.sft_trainer.run_sft` does."""
-    with deterministic(config.trainer.deterministic):
+    with deterministic(config.trainer.deterministic), locked_directory(config):
         return run(build_trainer(config))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,7 @@ from verl.trainer.image_checks import engine_problems, model_problems, refuse
 from verl.trainer.sft_saving import SFTSaver
 from verl.utils.distributed import all_reduce_numbers, barrier, get_rank, get_world_size, init_process_group
 from verl.utils.metrics import MetricSet
+from verl.utils.run_lock import locked
 from verl.utils.seeding import derive_seed, deterministic, set_seed
 from verl.utils.stopping import StopWatch, require_saved
 from verl.utils.timing import StepTimer
@@ -345,8 +348,14 @@ def run_sft(config: SFTConfig) -> dict[str, float] | None:
     Returns:
         The last step's metrics; None if the run saved and ended before its last step.
     """
-    with deterministic(config.trainer.deterministic):
+    with deterministic(config.trainer.deterministic), locked_directory(config):
         return run(build_trainer(config))
+
+
+def locked_directory(config: FineTuningConfig) -> AbstractContextManager[None]:
+    """The output directory, held by the first rank; refused before the ranks meet."""
+    first = os.environ.get("RANK", "0") == "0"
+    return locked({"trainer.default_local_dir": config.trainer.default_local_dir} if first else {})
 
 
 def run(trainer: SFTTrainer) -> dict[str, float] | None:

@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 from verl.errors import ConfigError, DataError, VerlError
 from verl.utils.logging import without_secrets
+from verl.utils.owned import sweep
 from verl.utils.stopping import EXIT_UNFINISHED
+from verl.utils.watcher import new_program, program_ended
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,15 @@ def exit_code(work: Callable[[], bool]) -> int:
     Returns:
         0: done; 1: failed; 2: the configuration or the input is wrong; 75: ended early; 130: interrupted (Ctrl-C).
     """
+    new_program()
+    try:
+        return _code_of(work)
+    finally:
+        program_ended()
+        sweep()  # what processes left that were killed in this run, or in an earlier one
+
+
+def _code_of(work: Callable[[], bool]) -> int:
     try:
         finished = work()
     except VerlError as error:

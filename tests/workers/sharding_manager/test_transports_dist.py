@@ -20,6 +20,7 @@ from tests.workers.rollout.helpers import (
     weights_of,
 )
 from verl.errors import WeightSyncError
+from verl.utils.owned import Owner
 from verl.workers.rollout.base import SamplingParams
 from verl.workers.sharding_manager import Transport, WeightReceiver, WeightSender
 from verl.workers.sharding_manager.broadcast import BroadcastTransport, transfer_group
@@ -92,7 +93,7 @@ def cases(rank: int, folder: str) -> None:
             dist.barrier()
         if transport is not None:
             transport.close()
-    assert not list(Path("/dev/shm").glob(f"verl-weights-{os.getpid()}-*"))
+    assert not [name for name in os.listdir("/dev/shm") if str(Owner.current()) in name]
     dist.barrier()
     # a sender that dies: every receiver gets an error within the time limit
     for kind in ("broadcast", "shared_memory"):

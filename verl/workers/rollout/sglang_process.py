@@ -50,7 +50,7 @@ class ServerProcess:
     """
 
     def __init__(self, settings: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        self._log = tempfile.NamedTemporaryFile(prefix="verl-sglang-", suffix=".log")  # noqa: SIM115 - closed in stop
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - without a name; closed in stop
         variables = {key: value for key, value in os.environ.items() if key not in _RANK_VARIABLES}
         source = str(Path(verl.__file__).parents[1])
         paths = [source, *filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))]
@@ -84,7 +84,8 @@ class ServerProcess:
         """The end of its output."""
         if self._log.closed:
             return "(nothing)"
-        text = Path(self._log.name).read_text("utf-8", errors="replace").rstrip()
+        size = os.fstat(self._log.fileno()).st_size
+        text = os.pread(self._log.fileno(), size, 0).decode("utf-8", errors="replace").rstrip()
         return "\n".join(text.splitlines()[-lines:]) or "(nothing)"
 
     def stop(self) -> None:

@@ -7,11 +7,11 @@ import mmap
 import os
 import pickle
 import tempfile
-import uuid
 import weakref
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 from verl.errors import WeightSyncError
 from verl.utils import plain_pickle
 from verl.utils.fs import format_bytes
+from verl.utils.owned import owned_name
 from verl.workers.sharding_manager.transport import (
     Bucket,
     Delivery,
@@ -270,9 +271,15 @@ def _make_slot(size: int, device: torch.device) -> _Slot:
     if device.type == "cuda":
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
         return _Slot(("cuda", cuda_handle(buffer)), buffer)
-    folder = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-    path = folder / f"verl-weights-{os.getpid()}-{uuid.uuid4().hex}"
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    if hasattr(os, "memfd_create"):  # memory without a name: nothing to leave behind, however this process ends
+        fd = os.memfd_create("verl-weights", os.MFD_CLOEXEC)
+        path, where = f"/proc/{os.getpid()}/fd/{fd}", "memory"
+        release: Callable[[], object] = partial(_close, fd)
+    else:
+        folder = Path(tempfile.gettempdir())
+        path, where = str(folder / owned_name("weights")), str(folder)
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        release = partial(_remove, fd, path)
     try:
         if hasattr(os, "posix_fallocate"):  # a hole would be found full only when written to, by a signal
             os.posix_fallocate(fd, 0, size)
@@ -280,19 +287,23 @@ def _make_slot(size: int, device: torch.device) -> _Slot:
             os.ftruncate(fd, size)
         buffer = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
     except OSError as error:
-        os.unlink(path)
+        release()
         raise WeightSyncError(
-            f"cannot get {format_bytes(size)} of shared memory in {folder}: {error}; make it larger (in a container "
-            "--shm-size) or use smaller buckets (rollout.update_weights_bucket_megabytes)"
+            f"cannot get {format_bytes(size)} of shared memory ({where}): {error}; free memory, or use smaller buckets "
+            "(rollout.update_weights_bucket_megabytes)"
         ) from error
-    finally:
-        os.close(fd)
-    slot = _Slot(("file", (str(path), size)), buffer)
-    slot.unlink = weakref.finalize(slot, _unlink, str(path))  # also at exit
+    slot = _Slot(("file", (path, size)), buffer)
+    slot.unlink = weakref.finalize(slot, release)  # also at exit
     return slot
 
 
-def _unlink(path: str) -> None:
+def _close(fd: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
+def _remove(fd: int, path: str) -> None:
+    _close(fd)
     with contextlib.suppress(OSError):
         os.unlink(path)
 
@@ -306,8 +317,8 @@ def _open_slot(address: tuple[str, Any]) -> _Slot:
         fd = os.open(path, os.O_RDWR)
     except OSError as error:
         raise WeightSyncError(
-            f"cannot open the sender's shared memory {path}: {error}; sender and receivers must be on one machine, see "
-            "the same /dev/shm and be the same user"
+            f"cannot open the sender's shared memory {path}: {error}; sender and receivers must be on one machine, in "
+            "one container, and be the same user"
         ) from error
     try:
         return _Slot(address, torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8))

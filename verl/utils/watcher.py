@@ -1,0 +1,115 @@
+"""A small process that outlives a program and removes what the program could not remove itself.
+
+A program that is killed (SIGKILL, out of memory) runs no clean-up of its own. Its watcher waits for its end, gives the
+program's other processes a moment, ends those that remain, and sweeps shared memory and temporary folders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from verl.utils.owned import OWNER_VARIABLE, Owner, owned_folders, processes_of, sweep
+
+#: seconds in which processes that lost their program end by themselves, as Ray's do
+GRACE_S = 4.0
+_LIMIT_S = 60.0
+_ROOT = str(Path(__file__).resolve().parents[2])
+_START = "import sys; sys.path.insert(0, sys.argv[1]); from verl.utils.watcher import main; main(sys.argv[2:])"
+_lock = threading.Lock()
+_watched: dict[int, subprocess.Popen[bytes] | None] = {}  # by process id, since a fork has this memory too
+
+
+def ensure_watcher() -> None:
+    """Have a watcher for this process, unless the program that started it has one on this machine."""
+    with _lock:
+        if os.getpid() in _watched or not Path("/proc/self/stat").exists():
+            return
+        _watched[os.getpid()] = None
+        program = Owner.parse(os.environ.get(OWNER_VARIABLE, ""))
+        current = Owner.current()
+        if program is not None and program != current and program.space == current.space and not program.is_gone():
+            return
+        os.environ[OWNER_VARIABLE] = str(current)
+        with contextlib.suppress(OSError):  # without one, the next start sweeps
+            _watched[os.getpid()] = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _START, _ROOT, str(current), *map(str, owned_folders())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # a terminal's Ctrl-C and a killed process group are not for the watcher
+                cwd="/",
+            )
+
+
+def new_program() -> None:
+    """This process is a program of its own, whoever started it: it gets a watcher when it first needs one."""
+    os.environ.pop(OWNER_VARIABLE, None)
+
+
+def program_ended() -> None:
+    """The program ended its processes itself: the watcher leaves alone what was meant to outlive it."""
+    with _lock:
+        watcher = _watched.get(os.getpid())
+        if watcher is not None and watcher.stdin is not None:
+            with contextlib.suppress(OSError):
+                watcher.stdin.write(b"ended")
+                watcher.stdin.close()
+            watcher.stdin = None
+            watcher.returncode = 0  # it outlives this process, and is not to be waited for
+
+
+def main(arguments: list[str]) -> None:
+    """Wait for the end of a process, then clean up after it.
+
+    Args:
+        arguments: the process as text, and the folders to sweep.
+    """
+    owner, folders = Owner.parse(arguments[0]), [Path(folder) for folder in arguments[1:]]
+    if owner is None:
+        return
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    _wait_for_end(owner)
+    if not _was_told():
+        end_processes(str(owner))
+    sweep(folders)
+
+
+def _wait_for_end(owner: Owner) -> None:
+    with contextlib.suppress(OSError):  # ended already, or no such call here
+        fd = os.pidfd_open(owner.pid)
+        try:
+            if not owner.is_gone():
+                select.select([fd], [], [])
+        finally:
+            os.close(fd)
+    while not owner.is_gone():
+        time.sleep(0.5)
+
+
+def _was_told() -> bool:
+    """Whether the program said that it ended its own processes."""
+    readable, _, _ = select.select([0], [], [], 0)
+    return bool(readable) and bool(os.read(0, 16))
+
+
+def end_processes(owner: str) -> None:
+    """Wait until the processes of a program have ended; kill those that do not end by themselves."""
+    started = time.monotonic()
+    while left := processes_of(owner):
+        late = time.monotonic() - started
+        if late > _LIMIT_S:
+            return
+        if late > GRACE_S:
+            for pid in left:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
