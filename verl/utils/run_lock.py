@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
@@ -142,7 +142,7 @@ class DirectoryLock:
 
 
 @contextlib.contextmanager
-def locked(directories: dict[str, str | Path | None]) -> Iterator[None]:
+def locked(directories: Mapping[str, str | Path | None]) -> Iterator[None]:
     """Hold several directories, by the configuration key that names each; None and repeated ones are left out."""
     with contextlib.ExitStack() as stack:
         for key, directory in directories.items():

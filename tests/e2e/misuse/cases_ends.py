@@ -150,12 +150,20 @@ CASES = [
     Case(
         "HOME that cannot be written",
         "train",
+        RAY,
+        prepare=read_only_home,
+        words=["Ray cannot start", "HOME is '{tmp}/file/home'"],
+    ),
+    Case(
+        "HOME that cannot be written, without Ray",
+        "train",
         prepare=read_only_home,
         code=0,
         messages=0,
         check=trained,
         leaves=["**/*"],
         fresh=True,
+        limit_s=60,
     ),
     Case(
         "a live run in the same place",
