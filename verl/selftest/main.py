@@ -171,8 +171,8 @@ def _listing(options: argparse.Namespace) -> str:
         from verl.selftest.certificate import CHECKS
         from verl.selftest.certificate.faults import FAULTS
 
-        checks = [f"  {name:<24}{_first_line(check)}" for name, check in CHECKS.items()]
-        faults = [f"  {name:<24}{_first_line(install)}" for name, install in FAULTS.items()]
+        checks = [f"  {name:<24}{check.claim}" for name, check in CHECKS.items()]
+        faults = [f"  {name:<24}{fault.what}" for name, fault in FAULTS.items()]
         return "\n".join(["checks:", *checks, "bugs to plant:", *faults]) + "\n"
     from verl.selftest.entries import enumerate_entries
     from verl.selftest.planted import BUGS

@@ -47,6 +47,7 @@ class Bench:
         tolerances: largest allowed figures.
         longest: no row has more tokens.
         seed: of rows and sampling.
+        generates, trains: there is a rollout engine, a training engine.
     """
 
     subject: Subject
@@ -54,6 +55,8 @@ class Bench:
     tolerances: Tolerances
     longest: int
     seed: int = 0
+    generates: bool = True
+    trains: bool = True
     _stack: ExitStack = field(default_factory=ExitStack)
 
     @cached_property
@@ -142,7 +145,9 @@ class Bench:
     @cached_property
     def updated(self) -> Trainer:
         """The trainer after an update that shows; checks of the first weights come before."""
-        _ = self.reference, self.reference_gradients, self.generator  # of the first weights
+        _ = self.reference, self.reference_gradients  # of the first weights
+        if self.generates:
+            _ = self.generator
         self.trainer.update(self.rows.batch, TEMPERATURE)
         return self.trainer
 

@@ -64,12 +64,13 @@ class Certificate:
     @property
     def verdict(self) -> Verdict:
         """``passed``, ``failed`` or ``refused``."""
-        verdicts = {self.verdict_of(check) for check in self.checks}
-        return next((v for v in ("refused", "failed") if v in verdicts), "passed")  # type: ignore[return-value]
+        if self.failed:
+            return "failed"
+        return "refused" if self.refusal else "passed"
 
     @property
     def failed(self) -> list[str]:
-        """Names of the checks that failed."""
+        """Names of the checks that failed; a refusal is no failure."""
         return [check for check in self.checks if self.verdict_of(check) == "failed"]
 
     @property
@@ -89,9 +90,8 @@ class Certificate:
             layers = f"{self.subject['layers']} of {self.subject['all_layers']} layers"
         engines = f"{self.setup['engine']} + {self.setup['rollout']}" + (", adapters" if self.setup["lora"] else "")
         parts = [f"{self.source} ({self.subject['model_type']}, {layers}), {engines}, {self.setup['device']}"]
-        if self.refusal:
-            return "\n\n".join([*parts, f"refused at start-up: {self.refusal}"])
-        parts.append(self.table())
+        if len(self.measures) > 1:
+            parts.append(self.table())
         lines = [describe(measure) for measure in self.measures if measure.verdict == "failed"]
         if lines:
             shown = lines[:20]
@@ -102,9 +102,11 @@ class Certificate:
         if self.planted:
             parts.append(f"Planted: {', '.join(self.planted)}")
         count = sum(measure.verdict in ("passed", "failed") for measure in self.measures)
+        if self.refusal:
+            parts.append(f"refused at start-up: {self.refusal}")
         if self.failed:
             parts.append(f"FAILED: {', '.join(self.failed)} ({count} comparisons in {self.seconds:.0f} s)")
-        else:
+        elif not self.refusal:
             parts.append(f"passed {count} comparisons in {self.seconds:.0f} s")
         return "\n\n".join(parts)
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from verl.errors import ConfigError, VerlError
 from verl.selftest.certificate import adapters, generation, sequence, tokens, training, weights
@@ -23,26 +24,45 @@ logger = logging.getLogger(__name__)
 START = "start-up"
 LONGEST = 4608
 
-#: name of a check -> what runs it, in the order in which they run; those behind ``tied weights`` change the weights
-CHECKS: dict[str, Callable[[Bench], Iterator[Measure]]] = {
-    training.LOG_PROBS: training.log_probs,
-    training.GRADIENTS: training.gradients,
-    training.PAD: training.pad_token,
-    training.NOISE: training.noise,
-    training.ROUTING: training.routing,
-    sequence.SEQUENCE: sequence.sequence_parallel,
-    generation.SAMPLING: generation.sampling,
-    generation.FILTERS: generation.filters,
-    generation.AGREEMENT: generation.agreement,
-    generation.STOPS: generation.stop_tokens,
-    generation.VOCABULARY: generation.vocabulary,
-    tokens.FRAME: tokens.frame,
-    adapters.ADAPTERS: adapters.adapters,
-    weights.SYNC: weights.weight_sync,
-    weights.SAVED: weights.save_and_merge,
-    weights.TIED: weights.tied,
-    adapters.FILES: adapters.adapter_files,
-    tokens.TOKENIZER: tokens.round_trip,
+
+@dataclass(frozen=True)
+class Check:
+    """One check.
+
+    Attributes:
+        run: compares, and yields what it finds; its docstring says what is claimed.
+        generates: it needs the rollout engine.
+    """
+
+    run: Callable[[Bench], Iterator[Measure]]
+    generates: bool = False
+
+    @property
+    def claim(self) -> str:
+        """What the check claims, in one sentence."""
+        return " ".join((self.run.__doc__ or "").split())
+
+
+#: by name, in the order in which they run; ``weight sync`` and those after it see the weights after an update
+CHECKS: dict[str, Check] = {
+    training.LOG_PROBS: Check(training.log_probs),
+    training.GRADIENTS: Check(training.gradients),
+    training.PAD: Check(training.pad_token),
+    training.NOISE: Check(training.noise),
+    training.ROUTING: Check(training.routing),
+    sequence.SEQUENCE: Check(sequence.sequence_parallel),
+    generation.SAMPLING: Check(generation.sampling, generates=True),
+    generation.FILTERS: Check(generation.filters, generates=True),
+    generation.AGREEMENT: Check(generation.agreement, generates=True),
+    generation.STOPS: Check(generation.stop_tokens, generates=True),
+    generation.VOCABULARY: Check(generation.vocabulary, generates=True),
+    tokens.FRAME: Check(tokens.frame),
+    adapters.ADAPTERS: Check(adapters.adapters, generates=True),
+    weights.SYNC: Check(weights.weight_sync, generates=True),
+    weights.SAVED: Check(weights.save_and_merge),
+    weights.TIED: Check(weights.tied),
+    adapters.FILES: Check(adapters.adapter_files),
+    tokens.TOKENIZER: Check(tokens.round_trip),
 }
 
 
@@ -92,13 +112,13 @@ def certify(
         subject = stack.enter_context(open_subject(model, layers=layers, trust_remote_code=trust_remote_code))
         bench = Bench(subject, setup, tolerances or Tolerances(), longest, seed)
         stack.callback(bench.close)
+        bench.generates = any(CHECKS[name].generates for name in chosen)
         measures = _start(bench)
         seconds = {START: time.monotonic() - started}
-        if not any(measure.refused or measure.error for measure in measures):
-            for name in chosen:
-                begun = time.monotonic()
-                measures += _run(name, CHECKS[name], bench)
-                seconds[name] = time.monotonic() - begun
+        for name in chosen if bench.trains else ():
+            begun = time.monotonic()
+            measures += _run(name, CHECKS[name], bench)
+            seconds[name] = time.monotonic() - begun
         certificate = Certificate(
             subject=subject.describe(),
             source=subject.source,
@@ -121,22 +141,32 @@ def _chosen(only: Iterable[str]) -> list[str]:
 
 
 def _start(bench: Bench) -> list[Measure]:
-    """Build both engines; a refusal is a verdict of its own."""
-    try:
-        _ = bench.trainer
-        _ = bench.generator
-    except ConfigError as error:
-        return [Measure(START, "", error=str(error), refused=True)]
-    except Exception as error:
-        logger.debug("start-up failed", exc_info=True)
-        return [Measure(START, "", error=f"{type(error).__name__}: {error}")]
-    return [bench.exact(START, "", "engines that refuse the model", 0, f"{bench.setup.engine}, {bench.setup.rollout}")]
+    """Build the engines. A refusal is a verdict; what the other engine computes is still checked."""
+    found = []
+    bench.trains = True
+    for what in ("trainer", "generator") if bench.generates else ("trainer",):
+        name = {"trainer": f"training ({bench.setup.engine})", "generator": f"rollout ({bench.setup.rollout})"}[what]
+        try:
+            getattr(bench, what)
+        except Exception as error:
+            logger.debug("start-up failed", exc_info=not isinstance(error, VerlError))
+            refused = isinstance(error, ConfigError)
+            text = str(error) if refused else f"{type(error).__name__}: {error}"
+            found.append(Measure(START, name, error=text, refused=refused))
+            if what == "trainer":
+                bench.trains = False
+            bench.generates = False
+            return found
+        found.append(bench.exact(START, name, "refusals", 0))
+    return found
 
 
-def _run(name: str, check: Callable[[Bench], Iterator[Measure]], bench: Bench) -> list[Measure]:
+def _run(name: str, check: Check, bench: Bench) -> list[Measure]:
+    if check.generates and not bench.generates:
+        return [Measure(name, "", reason="there is no rollout engine")]
     found: list[Measure] = []
     try:
-        found.extend(check(bench))
+        found.extend(check.run(bench))
     except Exception as error:
         logger.debug("%s failed", name, exc_info=not isinstance(error, VerlError))
         found.append(Measure(name, "", error=f"{type(error).__name__}: {error}"))
