@@ -13,8 +13,8 @@ from tests.fixtures.tiny import make_tiny_model_dir, make_tokenizer
 from tests.models.families import FAMILIES, SPARSE, make_config
 from tests.workers.rollout.helpers import make_model
 
-#: tokens of the test tokenizer, and rows of the embedding: some rows have no token
-TOKENS, VOCABULARY = 104, 112
+#: tokens of the test tokenizer
+TOKENS = 104
 
 
 def tiny(directory: Path) -> None:
@@ -33,16 +33,27 @@ def framed(directory: Path) -> None:
 
 
 def family(name: str, directory: Path, **changes: Any) -> None:
-    """A tiny model of a family with a tokenizer that has fewer tokens than the embedding has rows."""
-    settings: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    for place, key in enumerate(sorted(key for key in FAMILIES.get(name, {}) if key.endswith("_token_id"))):
-        settings[key] = TOKENS + place  # placeholders of images lie behind the tokens of the tokenizer
+    """A tiny model of a family with a tokenizer."""
+    placeholders = sorted(key for key in FAMILIES.get(name, {}) if key.endswith("_token_id"))
+    settings: dict[str, Any] = {
+        "vocab_size": TOKENS + len(placeholders),
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+        # behind the tokens of the tokenizer
+        **{key: TOKENS + place for place, key in enumerate(placeholders)},
+    }
     model = make_model(make_config(name, **{**settings, **changes}), spread=3.0)
     with torch.no_grad():  # the pad token's row begins at zero, where a norm gives it a gradient above all others
         embedding = model.get_input_embeddings().weight  # type: ignore[operator]
         embedding[0] = embedding[1].flip(0)
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
+
+
+def padded(directory: Path) -> None:
+    """An embedding with more rows than the tokenizer has tokens."""
+    family("qwen3", directory, vocab_size=TOKENS + 24)
 
 
 def sliding(directory: Path) -> None:
@@ -67,5 +78,5 @@ def sparse(directory: Path) -> None:
 
 
 MODELS: dict[str, Callable[[Path], None]] = {
-    maker.__name__: maker for maker in (tiny, framed, sliding, experts, scaled, sparse)
+    maker.__name__: maker for maker in (tiny, framed, padded, sliding, experts, scaled, sparse)
 }

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from verl.selftest.compare import GRADIENT_FLOOR, Deviation
 from verl.workers.engine.base import MicroBatching
 from verl.workers.rollout.settings import special_tokens
 
+if TYPE_CHECKING:
+    from verl.selftest.certificate.sequence import Ranks
+
 TEMPERATURE = 0.8
 TRANSFORMERS = "plain Transformers"
 
@@ -47,6 +50,7 @@ class Bench:
         tolerances: largest allowed figures.
         longest: no row has more tokens.
         seed: of rows and sampling.
+        ranks: processes that share sequences, where several certificates use the same ones.
         generates, trains: there is a rollout engine, a training engine.
     """
 
@@ -57,6 +61,7 @@ class Bench:
     seed: int = 0
     generates: bool = True
     trains: bool = True
+    ranks: Ranks | None = None
     _stack: ExitStack = field(default_factory=ExitStack)
 
     @cached_property

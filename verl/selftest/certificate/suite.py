@@ -75,7 +75,7 @@ def certify(
     layers: int | None = None,
     longest: int = LONGEST,
     device: str = "auto",
-    ranks: int = 2,
+    ranks: int | sequence.Ranks = 2,
     only: Iterable[str] = (),
     faults: Iterable[str] = (),
     trust_remote_code: bool = False,
@@ -92,7 +92,7 @@ def certify(
         layers: of a copy that is cut to its first layers; None: the whole model.
         longest: tokens of the longest row.
         device: ``auto``, ``cpu`` or ``cuda``.
-        ranks: processes that share sequences; below 2: none.
+        ranks: how many processes share sequences, below 2 none; or processes that other certificates use too.
         only: names of checks to run; none runs all.
         faults: planted faults, see :mod:`verl.selftest.certificate.faults`.
         trust_remote_code: run code that comes with the model.
@@ -103,7 +103,8 @@ def certify(
         ConfigError: no model is there, or an option is wrong.
     """
     started = time.monotonic()
-    setup = Setup(engine, rollout, lora, resolve_device(device), ranks)
+    pool = ranks if isinstance(ranks, sequence.Ranks) else None
+    setup = Setup(engine, rollout, lora, resolve_device(device), ranks if isinstance(ranks, int) else ranks.world)
     chosen = _chosen(only)
     with ExitStack() as stack:
         stack.enter_context(alone(one_thread=False))
@@ -111,6 +112,7 @@ def certify(
             stack.enter_context(plant(fault))
         subject = stack.enter_context(open_subject(model, layers=layers, trust_remote_code=trust_remote_code))
         bench = Bench(subject, setup, tolerances or Tolerances(), longest, seed)
+        bench.ranks = pool
         stack.callback(bench.close)
         bench.generates = any(CHECKS[name].generates for name in chosen)
         measures = _start(bench)
