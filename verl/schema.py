@@ -185,11 +185,12 @@ _TABLE = (
     Field("ability", _ROW, OBJECT, "data", "reward", "Kind of task."),
     Field("reward_model", _ROW, OBJECT, "data", "reward", "Style of the reward and the ground truth."),
     Field("extra_info", _ROW, OBJECT, "data", "reward, agent loop", "Anything else that the data says of a row."),
-    Field("raw_prompt", _ROW, OBJECT, "data", "agent loop", "The chat messages of the prompt."),
-    Field("raw_prompt_ids", _ROW, OBJECT, "data", "rollout servers", "The prompt's token ids without padding."),
+    Field("index", _ROW, OBJECT, "data set", "agent loop", "Number of the row, or the one that extra_info gives."),
+    Field("raw_prompt", _ROW, OBJECT, "data set", "agent loop", "The chat messages of the prompt."),
+    Field("raw_prompt_ids", _ROW, OBJECT, "data set", "rollout servers", "The prompt's token ids without padding."),
     Field("agent_name", _ROW, OBJECT, "data", "agent loop", "Agent loop that handles the row."),
-    Field("tools_kwargs", _ROW, OBJECT, "data", "agent loop", "Arguments for the row's tools."),
-    Field("interaction_kwargs", _ROW, OBJECT, "data", "agent loop", "Arguments for the row's user or environment."),
+    Field("tools_kwargs", _ROW, OBJECT, "data set", "agent loop", "Arguments for the row's tools."),
+    Field("interaction_kwargs", _ROW, OBJECT, "data set", "agent loop", "Arguments for the row's user or environment."),
     Field("__num_turns__", _ROW, OBJECT, "agent loop", "reward, metrics", "Turns of a conversation, both sides."),
     Field("tool_call_counts", _ROW, OBJECT, "agent loop", "metrics", "Tool calls of a conversation."),
     Field("agent_info", _ROW, OBJECT, "agent loop", "metrics", "Times, counts and failures of a trajectory."),
@@ -199,11 +200,45 @@ _TABLE = (
     Field("tool_rewards", _ROW, OBJECT, "agent loop", "reward", "What tools gave for turns and the trajectory."),
     Field("player", _ROW, OBJECT, "agent loop", "reward, metrics", "Whose row it is, of several players."),
     Field("interaction_rewards", _ROW, OBJECT, "agent loop", "reward", "What a user or environment gave for turns."),
-    Field("multi_modal_inputs", _ROW, OBJECT, "data", "rollout, engines", "Processed images of the row, or None."),
+    Field("multi_modal_inputs", _ROW, OBJECT, "data set", "rollout, engines", "Processed images of the row, or None."),
 )
 
 #: every field of the batch by name
 FIELDS: Mapping[str, Field] = {field.name: field for field in _TABLE}
+
+#: the stage whose fields are columns of data files
+_FROM_FILES = "data"
+
+# columns that two stages share and that no other one sees
+AGENT_EXTRA = "agent_extra"
+AGENT_MORE = "agent_more"
+MORE_IMAGES = "__more_images__"
+SCORE_OUTCOME = "score_outcome"
+#: begins the columns with what a reward function reports besides the score
+REPORTED_PREFIX = "reward_"
+
+#: columns that are no fields, with what they hold
+PRIVATE: Mapping[str, str] = {
+    AGENT_EXTRA: "what agent loops return besides tokens",
+    AGENT_MORE: "further rows of trajectories",
+    MORE_IMAGES: "images that tools show",
+    SCORE_OUTCOME: "scores of agent loops",
+}
+
+
+def reserved_for(name: str) -> str | None:
+    """What the run itself keeps in a column of this name, so that no data file can have one; None: the name is free."""
+    field = FIELDS.get(name)
+    if field is not None:
+        return None if field.made_by == _FROM_FILES else f"made by {field.made_by}: {field.doc.rstrip('.')}"
+    if name in PRIVATE:
+        return PRIVATE[name]
+    if name.startswith("__"):
+        return "values of the run, whose names begin with two underscores"
+    if name.startswith(REPORTED_PREFIX):
+        return f"what the reward function reports as {name.removeprefix(REPORTED_PREFIX)!r}"
+    return None
+
 
 _SEQUENCE = ("input_ids", "attention_mask", "position_ids")
 _ROLLOUT = ("prompts", "responses", *_SEQUENCE, "response_mask")

@@ -174,7 +174,9 @@ def test_missing_columns(tmp_path: Path) -> None:
         dataset(tmp_path, [row("1")], prompt_key="question")
     with pytest.raises(DataError, match="no column 'source'"):
         dataset(tmp_path, [row("1")], reward_fn_key="source")
-    with pytest.raises(DataError, match="column 'input_ids' has the name of a field made here"):
+    with pytest.raises(
+        DataError, match=r"column 'input_ids' has the name of a field that the run makes \(made by source"
+    ):
         dataset(tmp_path, [row("1", input_ids=[1])])
 
 

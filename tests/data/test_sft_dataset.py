@@ -110,11 +110,11 @@ def test_template_that_marks_turns_itself() -> None:
     assert learned(tokenizer, TALK) == ["yo<|im_end|>", "ok then<|im_end|>"]
 
 
-def test_template_without_end_token_gets_one_after_the_last_turn() -> None:
+def test_template_without_end_token_gets_one_after_every_turn() -> None:
     tokenizer = tokenizer_with(NO_END)
     ids, mask = conversation_tokens(tokenizer, TALK)
-    assert tokenizer.decode(ids) == "user: hi\nassistant: yo\nuser: more\nassistant: ok then<|im_end|>"
-    assert learned(tokenizer, TALK) == ["yo", "ok then<|im_end|>"]
+    assert tokenizer.decode(ids) == "user: hi\nassistant: yo<|im_end|>\nuser: more\nassistant: ok then<|im_end|>"
+    assert learned(tokenizer, TALK) == ["yo<|im_end|>", "ok then<|im_end|>"]
     assert mask[-1] == 1
 
 
@@ -217,7 +217,7 @@ def test_errors_name_the_row(tmp_path: Path) -> None:
         SFTDataset(path, tokenizer, SFTDataConfig(max_length=8))[0]
     with pytest.raises(DataError, match="no column 'answer'"):
         SFTDataset(path, tokenizer, SFTDataConfig(response_key="answer"))
-    with pytest.raises(DataError, match=r"row 0: column 'prompt' has no 'x' inside"):
+    with pytest.raises(DataError, match=r"row 0, column 'prompt' is 'q' \(str\), which is not a mapping as JSON text"):
         SFTDataset(path, tokenizer, SFTDataConfig(prompt_dict_keys=["x"]))[0]
     assert len(create_examples(SFTDataset, path, tokenizer, SFTDataConfig(), max_samples=0)) == 0
 
@@ -225,7 +225,7 @@ def test_errors_name_the_row(tmp_path: Path) -> None:
 def test_a_bad_example_is_found_before_its_turn(tmp_path: Path) -> None:
     rows = [{"prompt": "q", "response": None if number == 5 else "a"} for number in range(8)]
     data = SFTDataset(write(tmp_path / "a.parquet", rows), make_tokenizer(), SFTDataConfig(max_length=8))
-    with pytest.raises(DataError, match=r"a\.parquet, row 5: the response is NoneType; expected text"):
+    with pytest.raises(DataError, match=r"a\.parquet, row 5, column 'response' is null; give it a value"):
         check_examples(data)
     with pytest.raises(DataError, match="row 5"):
         check_examples(data, first=1, step=2)

@@ -19,6 +19,7 @@ from verl.errors import DataError, RolloutError
 from verl.protocol import DataProto
 from verl.rewards.manager import OUTCOME_FIELD
 from verl.rewards.outcome import RewardOutcome
+from verl.schema import AGENT_EXTRA, AGENT_MORE, FIELDS, MORE_IMAGES, reserved_for
 from verl.workers.rollout.batch import position_ids_from_mask, requests_from_batch
 
 if TYPE_CHECKING:
@@ -38,12 +39,12 @@ ROW_FIELDS = (
 )
 
 
+#: columns that agent loops fill with extra fields
+_FROM_LOOPS = frozenset({MORE_IMAGES, *(name for name, field in FIELDS.items() if field.made_by == "agent loop")})
 _LIMIT = "agent_max_failed_fraction"
-#: column with the further rows of trajectories, and what they will be padded with
-MORE, PAD = "agent_more", "agent_pad_token_id"
+#: column with the further rows of trajectories, and the entry with the token that pads them
+MORE, PAD = AGENT_MORE, "agent_pad_token_id"
 
-#: extra field with the images of a row that do not stand in its prompt, and the places of all its images
-MORE_IMAGES = "__more_images__"
 #: column of a batch with the earlier rows of each trajectory, as plain values; None where there are none
 EARLIER_ROWS = "earlier_rows"
 #: column of a batch whose generation may be cut off. On the way to the loops: what a row's trajectory has said in
@@ -175,7 +176,7 @@ def batch_from_trajectories(
         "__num_turns__": object_array([output.num_turns for output in outputs]),
         "tool_call_counts": object_array([_calls(trajectory.info) for trajectory in trajectories]),
         "agent_info": object_array([trajectory.info for trajectory in trajectories]),
-        "agent_extra": object_array([(output.reward_score, _extra(output)) for output in outputs]),
+        AGENT_EXTRA: object_array([(output.reward_score, _extra(output)) for output in outputs]),
         MORE: object_array([list(trajectory.more) for trajectory in trajectories]),
     }
     if forks:
@@ -274,9 +275,9 @@ def expand_extra(batch: DataProto) -> DataProto:
         RolloutError: every trajectory was aborted, or more than ``rollout.agent.max_failed_fraction``.
         DataError: an extra field has the name of another one, or a row has not one score for each turn.
     """
-    if "agent_extra" not in batch.non_tensor_batch:
+    if AGENT_EXTRA not in batch.non_tensor_batch:
         return batch
-    rows = list(batch.non_tensor_batch.pop("agent_extra"))
+    rows = list(batch.non_tensor_batch.pop(AGENT_EXTRA))
     scores, extras = [score for score, _ in rows], [extra for _, extra in rows]
     stop_if_too_many_failed(list(batch.non_tensor_batch["agent_info"]), batch.meta_info.pop(_LIMIT, 1.0))
     aborted, mask = batch.batch["aborted"].tolist(), batch.batch["response_mask"]
@@ -290,8 +291,11 @@ def expand_extra(batch: DataProto) -> DataProto:
         batch.non_tensor_batch[OUTCOME_FIELD] = object_array(outcomes)
     names = dict.fromkeys(name for extra in extras for name in extra if name != "turn_scores")
     for name in names:
-        if name in batch.non_tensor_batch or name in batch.batch or name in ROW_FIELDS:
-            raise DataError(f"an agent loop returns the extra field {name!r}, which the batch has already; rename it")
+        taken = name in batch.non_tensor_batch or name in batch.batch or name in ROW_FIELDS
+        if taken or (name not in _FROM_LOOPS and reserved_for(name)):
+            raise DataError(
+                f"an agent loop returns the extra field {name!r}, which the batch has already or will have; rename it"
+            )
         batch.non_tensor_batch[name] = object_array([extra.get(name) for extra in extras])
     return batch
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.data.values import without_nulls
 from verl.errors import DataError
 
 if TYPE_CHECKING:
@@ -18,8 +20,8 @@ Message = dict[str, Any]
 def as_messages(value: Any, *, parts: bool = False) -> list[Message]:
     """Check a conversation and return it as plain dictionaries.
 
-    Keys that are ``None`` are dropped, except ``content``: Parquet gives every message the keys of all messages, and a
-    template would see ``tool_calls: None`` as present.
+    Keys that are ``None`` are dropped at every depth: Parquet gives all mappings of a column the keys of all of them,
+    and a template would see ``tool_calls: None`` as present. JSON text of ``tool_calls`` is read.
 
     Args:
         value: the conversation.
@@ -36,9 +38,11 @@ def as_messages(value: Any, *, parts: bool = False) -> list[Message]:
     for number, item in enumerate(value):
         if not isinstance(item, Mapping):
             raise DataError(f"message {number} is {_short(item)}; expected a mapping with 'role' and 'content'")
-        message = {k: v for k, v in item.items() if v is not None or k == "content"}
+        message = without_nulls(item)
         if not isinstance(message.get("role"), str):
             raise DataError(f"message {number} has role {_short(message.get('role'))}; expected a string")
+        if isinstance(message.get("tool_calls"), str):
+            message["tool_calls"] = _tool_calls(message["tool_calls"], number)
         content = message.get("content")
         if content is None and "tool_calls" in message:
             content = message["content"] = ""
@@ -48,6 +52,18 @@ def as_messages(value: Any, *, parts: bool = False) -> list[Message]:
             raise DataError(f"message {number} has content {_short(content)}; expected a string")
         messages.append(message)
     return messages
+
+
+def _tool_calls(text: str, number: int) -> list[Any]:
+    try:
+        calls = json.loads(text)
+    except (ValueError, RecursionError):
+        calls = None
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise DataError(
+            f"message {number} has tool_calls {_short(text)}; expected a list of calls, or JSON text of one"
+        )
+    return calls
 
 
 def _part(value: Any, number: int) -> dict[str, str]:
@@ -110,8 +126,13 @@ def render(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of text that already holds whatever special tokens it needs."""
+    """Token ids of text that a chat template rendered, or of a part of a text: it has its special tokens already."""
     return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+def encode_plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of text that no chat template rendered, framed as the tokenizer does it (a token at its beginning)."""
+    return [int(token) for token in tokenizer(text)["input_ids"]]
 
 
 def _short(value: Any) -> str:

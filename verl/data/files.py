@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import codecs
 import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.data.values import arrow_converter, digest, row_values
+from verl.data.values import Convert, arrow_converter, digest, row_values
 from verl.errors import DataError
 
 Row = dict[str, Any]
 SUFFIXES = (".parquet", ".jsonl", ".json")
 _BATCH = 1024
+#: how JSON writes halves of surrogate pairs: alone they make no character
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class DataFile(ABC):
@@ -38,9 +42,13 @@ class DataFile(ABC):
     def column(self, name: str) -> Iterator[Any]:
         """The values of one column, in order; ``None`` where a row has none."""
 
-    def all_rows(self) -> Iterator[Row]:
-        """Every row, in order."""
-        return map(self.row, range(len(self)))
+    @abstractmethod
+    def all_rows(self, columns: Sequence[str] | None = None) -> Iterator[Row]:
+        """Every row, in order, with some of its columns or all of them."""
+
+    def may_have_invalid_text(self, index: int) -> bool:
+        """Whether a row's text has to be looked at for parts that are no valid Unicode."""
+        return False
 
     def place(self, index: int) -> str:
         """Where a row is, for messages."""
@@ -57,23 +65,45 @@ class ParquetFile(DataFile):
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{path}: not a readable Parquet file: {error}") from error
         self.columns = tuple(self._table.column_names)
-        kinds = {field.name: arrow_converter(field.type) for field in self._table.schema}
-        self._convert = {name: convert for name, convert in kinds.items() if convert is not None}
+        twice = {name for name in self.columns if self.columns.count(name) > 1}
+        if twice:
+            raise DataError(f"{path} has several columns of the name {min(twice)!r}; keep one of them")
+        self._check_text()
+        self._convert = _converters(self._table.schema)
+
+    def _check_text(self) -> None:
+        """Refuse text that is no UTF-8; Arrow looks at all of it at once, and at single rows only to name one."""
+        for name in self.columns:
+            try:
+                self._table[name].validate(full=True)
+            except pa.ArrowException:
+                bad = [index for index in range(len(self)) if not _is_valid(self._table[name].slice(index, 1))]
+                if not bad:
+                    raise DataError(
+                        f"{self.path}, column {name!r}: the values are damaged; write the file anew"
+                    ) from None
+                more = f" ({len(bad)} rows have such text)" if len(bad) > 1 else ""
+                raise DataError(
+                    f"{self.place(bad[0])}, column {name!r}: has text that is no valid UTF-8{more}; write it as UTF-8, "
+                    "or as bytes where it is no text"
+                ) from None
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
     def row(self, index: int) -> Row:
-        return self._plain(self._table.slice(index, 1).to_pylist()[0])
+        return _plain(self._table.slice(index, 1).to_pylist()[0], self._convert)
 
-    def _plain(self, row: Row) -> Row:
-        for name, convert in self._convert.items():
-            row[name] = convert(row[name])
-        return row
-
-    def all_rows(self) -> Iterator[Row]:
+    def all_rows(self, columns: Sequence[str] | None = None) -> Iterator[Row]:
+        names = self.columns if columns is None else [name for name in columns if name in self.columns]
+        table = self._table.select(names)
+        convert = {name: self._convert[name] for name in names if name in self._convert}
         for start in range(0, len(self), _BATCH):
-            yield from map(self._plain, self._table.slice(start, _BATCH).to_pylist())
+            rows = (
+                table.slice(start, _BATCH).to_pylist() if names else [{} for _ in range(min(_BATCH, len(self) - start))]
+            )
+            for row in rows:
+                yield _plain(row, convert)
 
     def column(self, name: str) -> Iterator[Any]:
         convert = self._convert.get(name)
@@ -81,6 +111,33 @@ class ParquetFile(DataFile):
             for start in range(0, len(chunk), _BATCH):
                 values = chunk.slice(start, _BATCH).to_pylist()
                 yield from values if convert is None else map(convert, values)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_convert"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._convert = _converters(self._table.schema)
+
+
+def _converters(schema: pa.Schema) -> dict[str, Convert]:
+    kinds = {field.name: arrow_converter(field.type) for field in schema}
+    return {name: convert for name, convert in kinds.items() if convert is not None}
+
+
+def _plain(row: Row, convert: Mapping[str, Convert]) -> Row:
+    for name, function in convert.items():
+        row[name] = function(row[name])
+    return row
+
+
+def _is_valid(values: pa.ChunkedArray) -> bool:
+    try:
+        # a slice is checked with the whole of its buffers, a copy with its own values
+        pa.concat_arrays(values.chunks).take(pa.array(range(len(values)))).validate(full=True)
+    except pa.ArrowException:
+        return False
+    return True
 
 
 class JSONFile(DataFile):
@@ -90,41 +147,38 @@ class JSONFile(DataFile):
         self.path = path
         self._rows: list[Row] = []
         self._lines: list[int] | None = None
+        self._escaped: set[int] = set()
         try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            content = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
+        except OSError as error:
             raise DataError(f"{path}: cannot be read: {error}") from error
-        if path.endswith(".json") and text.lstrip().startswith("["):
-            self._add_array(text)
+        if path.endswith(".json") and content.lstrip().startswith(b"["):
+            self._add_array(content)
         else:
-            self._add_lines(text)
+            self._add_lines(content)
         # dict.fromkeys keeps the order of first appearance, which reads better in messages than a sorted set
         self.columns = tuple(dict.fromkeys(key for row in self._rows for key in row))
 
-    def _add_array(self, text: str) -> None:
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{self.path}: not valid JSON: {error}") from error
+    def _add_array(self, content: bytes) -> None:
+        values = _parsed(content, self.path)
         for index, value in enumerate(values):
-            self._add(value, f"{self.path}, element {index}")
+            self._add(value, f"{self.path}, element {index}", content)
 
-    def _add_lines(self, text: str) -> None:
+    def _add_lines(self, content: bytes) -> None:
         self._lines = []
-        for number, line in enumerate(text.split("\n"), start=1):
+        for number, line in enumerate(content.split(b"\n"), start=1):
             if not line.strip():
                 continue
-            try:
-                value = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{self.path}, line {number}: not valid JSON: {error}") from error
-            self._add(value, f"{self.path}, line {number}", has_nulls="null" in line)
+            place = f"{self.path}, line {number}"
+            self._add(_parsed(line, place), place, line)
             self._lines.append(number)
 
-    def _add(self, value: Any, place: str, *, has_nulls: bool = True) -> None:
+    def _add(self, value: Any, place: str, content: bytes) -> None:
         if not isinstance(value, dict):
             raise DataError(f"{place}: expected a JSON object, got {type(value).__name__}")
-        self._rows.append(row_values(value) if has_nulls else value)
+        if _SURROGATE_ESCAPE.search(content):
+            self._escaped.add(len(self._rows))
+        self._rows.append(row_values(value) if b"null" in content else value)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -135,8 +189,27 @@ class JSONFile(DataFile):
     def column(self, name: str) -> Iterator[Any]:
         return (row.get(name) for row in self._rows)
 
+    def all_rows(self, columns: Sequence[str] | None = None) -> Iterator[Row]:
+        if columns is None:
+            return map(dict, self._rows)
+        return ({name: row[name] for name in columns if name in row} for row in self._rows)
+
+    def may_have_invalid_text(self, index: int) -> bool:
+        return index in self._escaped
+
     def place(self, index: int) -> str:
         return f"{self.path}, line {self._lines[index]}" if self._lines is not None else super().place(index)
+
+
+def _parsed(content: bytes, place: str) -> Any:
+    try:
+        return json.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}: byte {error.start} is no valid UTF-8; write the file as UTF-8") from error
+    except ValueError as error:  # of a number with too many digits too
+        raise DataError(f"{place}: not valid JSON: {error}") from error
+    except RecursionError:
+        raise DataError(f"{place}: the JSON is nested too deeply to be read") from None
 
 
 class Rows:
@@ -204,25 +277,28 @@ class Rows:
         """
         return digest(self.several(indices))
 
-    def several(self, indices: Iterable[int] | None = None) -> Iterator[Row]:
+    def several(self, indices: Iterable[int] | None = None, columns: Sequence[str] | None = None) -> Iterator[Row]:
         """Rows one after the other, many times as fast as one by one where they are in the order of the files.
 
         Args:
             indices: of the rows; None for all of them.
+            columns: those that the rows are to have at least; None for all of them.
         """
+        everything = (row for file in self.files for row in file.all_rows(columns))
         if indices is None:
-            yield from self._all_rows()
+            yield from everything
             return
         wanted = list(indices)
         if any(first >= second for first, second in pairwise(wanted)) or len(wanted) * 8 < len(self):
             yield from map(self.__getitem__, wanted)
             return
         chosen = set(wanted)
-        yield from (row for index, row in enumerate(self._all_rows()) if index in chosen)
+        yield from (row for index, row in enumerate(everything) if index in chosen)
 
-    def _all_rows(self) -> Iterator[Row]:
-        for file in self.files:
-            yield from file.all_rows()
+    def may_have_invalid_text(self, index: int) -> bool:
+        """Whether a row's text has to be looked at for parts that are no valid Unicode."""
+        file, local = self._locate(index)
+        return file.may_have_invalid_text(local)
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import Dataset
 
+from verl.data import forms
 from verl.data.chat import as_messages
 from verl.data.files import Row, Rows
 from verl.data.images import IMAGE_FIELD, RowImageReader, image_column, reject_images
+from verl.data.row_gate import Column, RowGate
 from verl.data.sft_dataset import answer_tokens, conversation_tokens
 from verl.errors import DataError
 
@@ -56,6 +58,14 @@ class PreferenceDataset(Dataset):
         margin = [config.margin_key] if config.margin_key else []
         self.rows = Rows(data_files, required=[config.chosen_key, config.rejected_key, *margin])
         self.images = RowImageReader(self.rows, config, processor)
+        self.gate = RowGate(self.rows, self._columns())
+
+    def _columns(self) -> list[Column]:
+        config = self.config
+        conversation = partial(forms.prompt, parts=self.has_images)
+        columns = [Column(key, conversation, required=True) for key in (config.chosen_key, config.rejected_key)]
+        columns.append(Column(config.prompt_key, partial(forms.optional, form=conversation)))
+        return columns + ([Column(config.margin_key, forms.number, required=True)] if config.margin_key else [])
 
     @property
     def has_images(self) -> bool:
@@ -72,7 +82,7 @@ class PreferenceDataset(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row = self.rows[index]
+        row = self.gate[index]
         try:
             reject_images(row, "preference training", ["videos"])
             inputs = self.images.read(index, row)
@@ -80,7 +90,7 @@ class PreferenceDataset(Dataset):
             return {
                 "chosen": self._side(row, self.config.chosen_key, inputs),
                 "rejected": self._side(row, self.config.rejected_key, inputs),
-                "margin": self._margin(row),
+                "margin": row[self.config.margin_key] if self.config.margin_key else 0.0,
                 **images,
             }
         except DataError as error:
@@ -134,14 +144,6 @@ class PreferenceDataset(Dataset):
         if messages[-1]["role"] != "assistant":
             raise DataError(f"the answer ends with a message of role {messages[-1]['role']!r}; expected 'assistant'")
         return conversation_tokens(self.tokenizer, messages, None, self.template_kwargs, only_last=True)
-
-    def _margin(self, row: Row) -> float:
-        if self.config.margin_key is None:
-            return 0.0
-        value = row[self.config.margin_key]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise DataError(f"column {self.config.margin_key!r} is {value!r}; expected a finite number")
-        return float(value)
 
 
 class PreferenceCollator:

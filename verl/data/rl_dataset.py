@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,12 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from verl.config import DataConfig
-from verl.data.chat import Message, as_messages, encode, render
+from verl.data import forms
+from verl.data.chat import Message, encode, encode_plain, render
 from verl.data.collate import collate_fn
 from verl.data.files import Row, Rows
 from verl.data.images import ImageReader, as_values, reject_images, with_image_parts
+from verl.data.row_gate import Column, Problems, RowError, RowGate, check_names
 from verl.errors import ConfigError, DataError
 from verl.utils.dynamic_import import load_object
 
@@ -28,15 +31,6 @@ __all__ = ["RLHFDataset", "collate_fn", "create_dataset", "get_dataset_class", "
 
 logger = logging.getLogger(__name__)
 
-_MADE_HERE = (
-    "input_ids",
-    "attention_mask",
-    "position_ids",
-    "raw_prompt_ids",
-    "raw_prompt",
-    "index",
-    "multi_modal_inputs",
-)
 _CHUNK = 512
 
 
@@ -44,8 +38,9 @@ class RLHFDataset(Dataset):
     """Tokenised prompts with what the reward needs.
 
     A prompt is a list of chat messages, rendered with the tokenizer's chat template and an opened assistant turn, or a
-    plain string: that is one user message where the tokenizer has a chat template, and is used as it stands where it
-    has none. Every other column of the file is passed on under its own name.
+    plain string: that is one user message where the tokenizer has a chat template, and where it has none it is encoded
+    as the tokenizer does it. Every other column of the file is passed on under its own name, but none may have the name
+    of something that the run makes. ``data_source`` is what the column ``reward_fn_key`` holds.
 
     Items hold ``input_ids``, ``attention_mask``, ``position_ids`` (int64, length ``max_prompt_length``, left-padded),
     ``raw_prompt_ids`` (list without padding), ``raw_prompt`` (the messages, if ``return_raw_chat``), ``index``
@@ -74,12 +69,23 @@ class RLHFDataset(Dataset):
         self.tokenizer = tokenizer
         self.processor = processor
         self.template_kwargs = dict(self.config.apply_chat_template_kwargs or {})
-        self.rows = Rows(data_files, required=[self.config.prompt_key, self.config.reward_fn_key])
-        clash = [c for c in self.rows.columns if c in _MADE_HERE and c != self.config.prompt_key]
-        if clash:
-            raise DataError(f"column {clash[0]!r} has the name of a field made here; rename it in the data file")
+        prompt_key, source_key = self.config.prompt_key, self.config.reward_fn_key
+        self.rows = Rows(data_files, required=[prompt_key, source_key])
+        if source_key != "data_source" and "data_source" in self.rows.columns:
+            logger.warning("column 'data_source' is not read: data.reward_fn_key=%s names the data sources", source_key)
+        check_names(self.rows.columns, read=[prompt_key, self.config.image_key])
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
         self._images = ImageReader.of(self.rows, self.config, self.processor)
+        self.gate = RowGate(
+            self.rows,
+            [
+                Column(prompt_key, partial(forms.prompt, parts=self.has_images), required=True),
+                Column(source_key, forms.source, required=True),
+                Column("reward_model", forms.optional_mapping),
+                Column("extra_info", forms.extra_info),
+                Column("agent_name", partial(forms.optional, form=forms.text)),
+            ],
+        )
         self._indices = self._usable_rows()
 
     @property
@@ -91,9 +97,10 @@ class RLHFDataset(Dataset):
         """Check every prompt's form and, where none is to be cut, its length; drop those too long, if asked to."""
         limit, drop = self.config.max_prompt_length, self.config.filter_overlong_prompts
         if drop or (self.config.truncation == "error" and not self.has_images):  # images cost too much to ask for all
-            lengths = list(self._prompt_lengths())
+            lengths = self._prompt_lengths()
         else:
-            lengths = [0 for _ in self._texts_or_messages()]
+            self.gate.check()
+            lengths = [0] * len(self.rows)
         kept = [index for index, length in enumerate(lengths) if length <= limit]
         dropped = len(lengths) - len(kept)
         if dropped and not drop:
@@ -114,15 +121,8 @@ class RLHFDataset(Dataset):
             )
         return kept
 
-    def _texts_or_messages(self) -> Iterator[str | list[Message]]:
-        for index, value in enumerate(self.rows.column(self.config.prompt_key)):
-            with self._naming_row(index):
-                yield self._conversation(value)
-
-    def _conversation(self, value: Any) -> str | list[Message]:
-        if not isinstance(value, str):
-            return as_messages(value, parts=self.has_images)
-        return [{"role": "user", "content": value}] if self._has_template else value
+    def _conversation(self, value: str | list[Message]) -> str | list[Message]:
+        return [{"role": "user", "content": value}] if isinstance(value, str) and self._has_template else value
 
     def _shown(self, conversation: str | list[Message], images: list[Any]) -> str | list[Message]:
         """A conversation with its images in their places."""
@@ -134,50 +134,54 @@ class RLHFDataset(Dataset):
             raise DataError("the row has images, and the tokenizer no chat template that says where they stand")
         return conversation
 
-    def _prompts(self) -> Iterator[tuple[str | list[Message], int]]:
-        """Every prompt, and how many tokens its images take beyond one for each."""
-        shown = self.rows.column(self.config.image_key) if self.has_images else repeat(None)
-        for index, (conversation, column) in enumerate(zip(self._texts_or_messages(), shown, strict=False)):
-            with self._naming_row(index):
-                images = as_values(column)
-                more = 0
-                if self._images is not None and images:
-                    more = self._images.token_count(images, self.rows.directory(index)) - len(images)
-                yield self._shown(conversation, images), more
+    def _prompts(self, problems: Problems) -> Iterator[tuple[str | list[Message], int]]:
+        """Every prompt, and how many tokens its images take beyond one for each; empty where a row has problems."""
+        also = [self.config.image_key] if self.has_images else []
+        for index, row in self.gate.passed(range(len(self.rows)), problems, also=also):
+            prompt: str | list[Message] = ""
+            more = 0
+            with problems.collecting(), self._naming_row(index):
+                if row is not None:
+                    images = as_values(row.get(self.config.image_key))
+                    if self._images is not None and images:
+                        more = self._images.token_count(images, self.rows.directory(index)) - len(images)
+                    prompt = self._shown(self._conversation(row[self.config.prompt_key]), images)
+            yield prompt, more
 
     def _naming_row(self, index: int) -> _NamingRow:
         return _NamingRow(self.rows, index, self.config.prompt_key)
 
-    def _prompt_lengths(self) -> Iterator[int]:
+    def _prompt_lengths(self) -> list[int]:
+        """How many tokens each prompt has.
+
+        Raises:
+            DataError: rows have problems.
+        """
+        problems = Problems()
         image_tokens: list[int] = []
 
         def conversations() -> Iterator[str | list[Message]]:
-            for prompt, more in self._prompts():
+            for prompt, more in self._prompts(problems):
                 image_tokens.append(more)
                 yield prompt
 
         prompts = conversations()
         chunks = iter(lambda: list(islice(prompts, _CHUNK)), [])
         workers = self.config.filter_overlong_prompts_workers or 0
-        done = 0
         if workers > 1 and len(self.rows) > _CHUNK:
             # fresh processes: the parent may hold threads (Ray, OpenMP) that a fork would leave broken
             with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-                for result in pool.map(_chunk_lengths, repeat(self.tokenizer), chunks, repeat(self.template_kwargs)):
-                    yield from self._checked(result, image_tokens, done)
-                    done += len(result)
-            return
-        for chunk in chunks:
-            result = _chunk_lengths(self.tokenizer, chunk, self.template_kwargs)
-            yield from self._checked(result, image_tokens, done)
-            done += len(result)
-
-    def _checked(self, lengths: list[int | DataError], image_tokens: list[int], start: int) -> Iterator[int]:
-        for row, length in enumerate(lengths, start):
-            with self._naming_row(row):
+                results = list(pool.map(_chunk_lengths, repeat(self.tokenizer), chunks, repeat(self.template_kwargs)))
+        else:
+            results = [_chunk_lengths(self.tokenizer, chunk, self.template_kwargs) for chunk in chunks]
+        lengths: list[int] = []
+        for row, length in enumerate(length for result in results for length in result):
+            with problems.collecting(), self._naming_row(row):
                 if isinstance(length, DataError):
                     raise length
-            yield length + image_tokens[row]
+                lengths.append(length + image_tokens[row])
+        problems.stop()
+        return lengths
 
     def fingerprint(self, items: Iterable[int] | None = None) -> str:
         """SHA-256 of the rows that are used, in their order; see :meth:`verl.data.files.Rows.fingerprint`.
@@ -192,14 +196,13 @@ class RLHFDataset(Dataset):
 
     def __getitem__(self, item: int) -> Row:
         index = self._indices[item]
-        row = self.rows[index]
+        row = self.gate[index]
         with self._naming_row(index):
             reject_images(row, "this data set", ["videos"])
             row.pop("videos", None)
             images = as_values(row.pop(self.config.image_key, None))
             conversation = self._shown(self._conversation(row.pop(self.config.prompt_key)), images)
-            text = conversation if isinstance(conversation, str) else self._render(conversation)
-            token_ids = encode(self.tokenizer, text)
+            token_ids = self._encoded(conversation)
             if self._images is not None:
                 row["multi_modal_inputs"] = None
                 if images:
@@ -211,16 +214,18 @@ class RLHFDataset(Dataset):
         row["raw_prompt_ids"] = token_ids
         if self.config.return_raw_chat:
             row["raw_prompt"] = conversation
-        extra = row.get("extra_info") or {}
-        row["extra_info"] = extra
+        row["data_source"] = row[self.config.reward_fn_key]
+        extra = row.setdefault("extra_info", {})
         given = extra.get("index")
         row["index"] = index if given is None else given
         row["tools_kwargs"] = extra.get("tools_kwargs") or {}
         row["interaction_kwargs"] = extra.get("interaction_kwargs") or {}
         return row
 
-    def _render(self, messages: list[Message]) -> str:
-        return render(self.tokenizer, messages, add_generation_prompt=True, template_kwargs=self.template_kwargs)
+    def _encoded(self, conversation: str | list[Message]) -> list[int]:
+        if isinstance(conversation, str):
+            return encode_plain(self.tokenizer, conversation)
+        return encode(self.tokenizer, _rendered(self.tokenizer, conversation, self.template_kwargs))
 
     def _truncated(self, token_ids: list[int], *, cut: bool = True) -> list[int]:
         limit, mode = self.config.max_prompt_length, self.config.truncation
@@ -261,7 +266,7 @@ class _NamingRow:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, DataError):
+        if isinstance(error, DataError) and not isinstance(error, RowError):
             raise DataError(f"{self.rows.place(self.index)}, column {self.column!r}: {error}") from error.__cause__
 
 
@@ -269,20 +274,24 @@ def _chunk_lengths(
     tokenizer: PreTrainedTokenizerBase, prompts: list[str | list[Message]], template_kwargs: Mapping[str, Any]
 ) -> list[int | DataError]:
     """Token counts of prompts; where the template rejects one, the error in its place."""
-    texts: list[str] = []
-    errors: dict[int, DataError] = {}
+    lengths: dict[int, int | DataError] = {}
+    plain = {number: prompt for number, prompt in enumerate(prompts) if isinstance(prompt, str)}
+    rendered: dict[int, str] = {}
     for number, prompt in enumerate(prompts):
-        try:
-            text = (
-                prompt
-                if isinstance(prompt, str)
-                else render(tokenizer, prompt, add_generation_prompt=True, template_kwargs=template_kwargs)
-            )
-        except DataError as error:
-            errors[number], text = error, ""
-        texts.append(text)
-    lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    return [errors.get(number, length) for number, length in enumerate(lengths)]
+        if not isinstance(prompt, str):
+            try:
+                rendered[number] = _rendered(tokenizer, prompt, template_kwargs)
+            except DataError as error:
+                lengths[number] = error
+    for texts, framed in ((plain, True), (rendered, False)):  # see `encode` and `encode_plain`
+        if texts:
+            ids = tokenizer(list(texts.values()), add_special_tokens=framed)["input_ids"]
+            lengths.update(zip(texts, map(len, ids), strict=True))
+    return [lengths[number] for number in range(len(prompts))]
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[Message], template_kwargs: Mapping[str, Any]) -> str:
+    return render(tokenizer, messages, add_generation_prompt=True, template_kwargs=template_kwargs)
 
 
 def left_padded(token_ids: Sequence[int], length: int, pad_token_id: int) -> dict[str, torch.Tensor]:

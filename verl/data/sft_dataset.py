@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import re
-import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,21 +14,21 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from verl.config import ExamplesConfig, SFTDataConfig
-from verl.data.chat import Message, as_messages, encode, render
+from verl.data import forms
+from verl.data.chat import Message, as_messages, encode, encode_plain, render
 from verl.data.files import Row, Rows
 from verl.data.images import IMAGE_FIELD, RowImageReader, image_column, reject_images
+from verl.data.row_gate import CHECK_S, Column, Problems, RowError, RowGate, look_through, looks_at
 from verl.errors import ConfigError, DataError
 from verl.utils.dynamic_import import load_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
-
 Span = tuple[int, int]
 
-CHECK_S = 60.0
-"""Seconds that looking through a data set may take before a run begins."""
+#: where the gate puts what it reads: both may be inside one column
+_PROMPT, _RESPONSE = "__prompt__", "__response__"
 
 
 class SFTDataset(Dataset):
@@ -41,8 +40,8 @@ class SFTDataset(Dataset):
     it has none.
 
     The loss is on what the model has to produce: each assistant turn with the token that ends it, and nothing of the
-    template around it. A template that ends turns with nothing gets the tokenizer's end-of-text token after the last
-    one.
+    template around it. Where a turn has no such token, the token that begins the next turn ends it. Where there is none
+    either, the tokenizer's end-of-text token is added behind the turn.
 
     Items hold int64 tensors of one length, at most ``max_length``: ``input_ids``, ``attention_mask`` (ones),
     ``position_ids`` and ``loss_mask``, which is 1 at the tokens to be predicted. Where some row has images, they also
@@ -74,6 +73,23 @@ class SFTDataset(Dataset):
         keys = [self.config.prompt_key, self.config.response_key]
         self.rows = Rows(data_files, required=[self.config.multiturn.messages_key] if self.multiturn else keys)
         self.images = RowImageReader(self.rows, self.config, processor)
+        self.gate = RowGate(self.rows, self._columns())
+
+    def _columns(self) -> list[Column]:
+        config = self.config
+        if self.multiturn:
+            conversation = partial(forms.messages, parts=self.has_images)
+            return [
+                Column(config.multiturn.messages_key, conversation, required=True),
+                Column(config.multiturn.tools_key, forms.tools),
+            ]
+        prompt = partial(forms.prompt, parts=self.has_images)
+        prompt = partial(forms.inside, keys=config.prompt_dict_keys, form=prompt)
+        response = partial(forms.inside, keys=config.response_dict_keys, form=forms.text)
+        return [
+            Column(config.prompt_key, prompt, required=True, into=_PROMPT),
+            Column(config.response_key, response, required=True, into=_RESPONSE),
+        ]
 
     @property
     def has_images(self) -> bool:
@@ -91,11 +107,13 @@ class SFTDataset(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         try:
-            row = self.rows[index]
+            row = self.gate[index]
             reject_images(row, "supervised training", ["videos"])
             inputs = self.images.read(index, row)
             token_ids, loss_mask = self.images.expand(*self._tokens(row), inputs)
             token_ids, loss_mask = self._truncated(token_ids, loss_mask, cut=inputs is None)
+        except RowError:
+            raise
         except DataError as error:
             raise DataError(f"{self.rows.place(index)}: {error}") from error.__cause__
         length = len(token_ids)
@@ -113,10 +131,8 @@ class SFTDataset(Dataset):
             return conversation_tokens(
                 self.tokenizer, messages, row.get(self.config.multiturn.tools_key), self.template_kwargs
             )
-        prompt = _follow(row, self.config.prompt_key, self.config.prompt_dict_keys)
-        response = _follow(row, self.config.response_key, self.config.response_dict_keys)
-        prompt = self.images.prompt(row, prompt)
-        return answer_tokens(self.tokenizer, prompt, response, self.template_kwargs, parts=self.has_images)
+        prompt = self.images.prompt(row, row[_PROMPT])
+        return answer_tokens(self.tokenizer, prompt, row[_RESPONSE], self.template_kwargs, parts=self.has_images)
 
     def _truncated(
         self, token_ids: list[int], loss_mask: list[int], *, cut: bool = True
@@ -162,7 +178,7 @@ def answer_tokens(
     if not isinstance(answer, str):
         raise DataError(f"the response is {type(answer).__name__}; expected text")
     if isinstance(prompt, str) and not getattr(tokenizer, "chat_template", None):
-        before, after = encode(tokenizer, prompt), [*encode(tokenizer, answer), tokenizer.eos_token_id]
+        before, after = encode_plain(tokenizer, prompt), [*encode(tokenizer, answer), tokenizer.eos_token_id]
         return before + after, [0] * len(before) + [1] * len(after)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else as_messages(prompt, parts=parts)
     messages.append({"role": "assistant", "content": answer})
@@ -202,7 +218,8 @@ def conversation_tokens(
         return _marked_by_template(tokenizer, messages, tools, template_kwargs)
     text = render(tokenizer, messages, add_generation_prompt=False, **kwargs)
     spans = [_turn_span(tokenizer, messages, number, text, kwargs) for number in turns]
-    ended = _ends_with_special(tokenizer, text[spans[-1][0] : spans[-1][1]])
+    ended = _is_ended(tokenizer, text[slice(*spans[-1])])
+    text, spans = _with_ends(tokenizer, text, spans)
     token_ids, mask = _mask_spans(tokenizer, text, spans)
     if not ended:
         last = max(i for i, wanted in enumerate(mask) if wanted)
@@ -246,19 +263,43 @@ def _opened(
 
 def _after_end_token(tokenizer: PreTrainedTokenizerBase, text: str, start: int, end: int, *, exact: bool) -> int:
     """Cut what follows the token that ends the turn: line breaks, or with ``exact=False`` the turns after it."""
-    tokens = [token for token in tokenizer.all_special_tokens if token]
-    found = list(re.finditer("|".join(map(re.escape, tokens)), text[start:end])) if tokens else []
+    special = _special_tokens(tokenizer)
+    found = list(re.finditer(special, text[start:end]))
     if exact:
         # only white space may follow: a special token inside the turn does not end it
         closing = [m.end() for m in found if not text[start + m.end() : end].strip()]
-        return start + closing[0] if closing else start + len(text[start:end].rstrip())
+        if closing:
+            return start + closing[0]
+        words = start + len(text[start:end].rstrip())
+        # without an end of its own, a turn ends with the token that begins the next one
+        following = re.match(rf"\s*{special}", text[words:])
+        return words + following.end() if following else words
     if not found:
         raise DataError("cannot find the end of an assistant turn in the rendered conversation")
     return start + found[0].end()
 
 
-def _ends_with_special(tokenizer: PreTrainedTokenizerBase, turn: str) -> bool:
-    return any(turn.endswith(token) for token in tokenizer.all_special_tokens if token)
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A pattern of the tokens that may end a turn, the longest ones first."""
+    tokens = sorted(filter(None, tokenizer.all_special_tokens), key=len, reverse=True)
+    return f"(?:{'|'.join(map(re.escape, tokens))})" if tokens else "(?!)"
+
+
+def _is_ended(tokenizer: PreTrainedTokenizerBase, turn: str) -> bool:
+    return re.search(_special_tokens(tokenizer) + r"\Z", turn) is not None
+
+
+def _with_ends(tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[Span]) -> tuple[str, list[Span]]:
+    """The text with an end-of-text token after each turn but the last that no token ends, and the spans in it."""
+    out, placed, done = "", [], 0
+    for start, end in spans:
+        out += text[done:start]
+        turn = text[start:end]
+        if (start, end) != spans[-1] and not _is_ended(tokenizer, turn):
+            turn += str(tokenizer.eos_token)
+        placed.append((len(out), len(out) + len(turn)))
+        out, done = out + turn, end
+    return out + text[done:], placed
 
 
 def _mask_spans(tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[Span]) -> tuple[list[int], list[int]]:
@@ -291,6 +332,7 @@ def _marked_by_template(
     tools: Sequence[Mapping[str, Any]] | None,
     template_kwargs: Mapping[str, Any] | None,
 ) -> tuple[list[int], list[int]]:
+    render(tokenizer, messages, add_generation_prompt=False, tools=tools, template_kwargs=template_kwargs)  # its errors
     encoded = tokenizer.apply_chat_template(
         list(messages),
         tools=list(tools) if tools else None,
@@ -299,7 +341,15 @@ def _marked_by_template(
         return_assistant_tokens_mask=True,
         **dict(template_kwargs or {}),
     )
-    return [int(i) for i in encoded["input_ids"]], [int(m) for m in encoded["assistant_masks"]]
+    ids, mask = [int(i) for i in encoded["input_ids"]], [int(m) for m in encoded["assistant_masks"]]
+    special = set(tokenizer.all_special_ids)
+    for last, (inside, following) in enumerate(pairwise(mask)):
+        # marks around the words alone: the token that ends the turn stands behind them
+        if inside and not following and ids[last] not in special and ids[last + 1] in special:
+            mask[last + 1] = 1
+    if mask and mask[-1] and ids[-1] not in special:
+        ids, mask = [*ids, tokenizer.eos_token_id], [*mask, 1]
+    return ids, mask
 
 
 def _common_length(left: str, right: str) -> int:
@@ -309,16 +359,6 @@ def _common_length(left: str, right: str) -> int:
             break
         length += 1
     return length
-
-
-def _follow(row: Row, key: str, inner: Sequence[str]) -> Any:
-    """The value of a column, or of the keys inside it."""
-    value = row[key]
-    for name in inner:
-        if not isinstance(value, Mapping) or name not in value:
-            raise DataError(f"column {key!r} has no {name!r} inside (following {list(inner)})")
-        value = value[name]
-    return value
 
 
 def as_sft_data_config(config: SFTDataConfig | Mapping[str, Any]) -> SFTDataConfig:
@@ -373,16 +413,10 @@ def check_examples(dataset: Any, first: int = 0, step: int = 1, within_s: float 
         How many were made.
 
     Raises:
-        DataError: of the first one that cannot be.
+        DataError: some cannot be made.
     """
-    started, count = time.monotonic(), 0
-    for index in range(first, len(dataset), step):
-        dataset[index]
-        count += 1
-        if time.monotonic() - started > within_s:
-            logger.info("%d of %d examples were checked in %.0f s", count * step, len(dataset), within_s)
-            break
-    return count
+    indices, problems = range(first, len(dataset), step), Problems()
+    return look_through(looks_at(dataset.__getitem__, indices, problems), len(indices), problems, within_s)
 
 
 class SFTCollator:

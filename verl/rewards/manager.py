@@ -19,6 +19,7 @@ from verl.rewards.function import ARGUMENTS, OPTIONAL, ScoreFunction
 from verl.rewards.outcome import OutcomeKind, RewardOutcome, as_outcome
 from verl.rewards.policy import Action, ScoringOptions, resolve
 from verl.rewards.samples import Sample, decode_samples, last_scored_position
+from verl.schema import SCORE_OUTCOME
 from verl.utils.registry import Registry
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OUTCOME_FIELD = "score_outcome"
+OUTCOME_FIELD = SCORE_OUTCOME
 """Column of outcomes (or futures of them) that were made while the batch was still being generated."""
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from verl.config.cli import parse_cli
 from verl.config.generation import EvalConfig, MetricsConfig
-from verl.errors import ConfigError, DataError, RewardError
+from verl.errors import ConfigError, RewardError
 from verl.utils.fs import atomic_write_text, ensure_writable_dir
 from verl.utils.logging import setup_logging
 from verl.utils.program import exit_code
@@ -81,26 +81,36 @@ def evaluate(config: EvalConfig) -> Result:
 
 def _calls(rows: Rows, config: EvalConfig) -> tuple[list[dict[str, Any]], list[int]]:
     """What the reward function is called with, and the row of each call."""
+    from verl.data import forms
+    from verl.data.row_gate import Column, Problems, RowGate
+
     data = config.data
-    calls, owners = [], []
-    for number in range(len(rows)):
-        row = rows[number]
-        responses, reference = row[data.response_key], row[data.reward_model_key]
-        responses = [responses] if isinstance(responses, str) else responses
-        if not isinstance(responses, list) or not responses or not all(isinstance(text, str) for text in responses):
-            raise DataError(f"{rows.place(number)}: {data.response_key}={responses!r} is no text and no list of texts")
-        if not isinstance(reference, Mapping) or "ground_truth" not in reference:
-            raise DataError(f"{rows.place(number)}: {data.reward_model_key}={reference!r} has no 'ground_truth'")
-        for text in responses:
+    read = {"responses": data.response_key, "source": data.data_source_key, "reference": data.reward_model_key}
+    forms_of = {"responses": forms.texts, "source": forms.source, "reference": forms.reference}
+    gate = RowGate(
+        rows,
+        [
+            *(Column(column, forms_of[name], required=True, into=f"__{name}__") for name, column in read.items()),
+            Column("extra_info", forms.extra_info, into="__extra_info__"),
+        ],
+    )
+    calls: list[dict[str, Any]] = []
+    owners: list[int] = []
+    problems = Problems()
+    for number, row in gate.passed(range(len(rows)), problems):
+        if row is None:
+            continue
+        for text in row["__responses__"]:
             calls.append(
                 {
-                    "data_source": row[data.data_source_key],
+                    "data_source": row["__source__"],
                     "solution_str": text,
-                    "ground_truth": reference["ground_truth"],
-                    "extra_info": row.get("extra_info") or {},
+                    "ground_truth": row["__reference__"]["ground_truth"],
+                    "extra_info": dict(row.get("__extra_info__") or {}),
                 }
             )
             owners.append(number)
+    problems.stop()
     return calls, owners
 
 

@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SETTINGS = "settings.json"
+#: column with the number of tokens of each response
+LENGTHS = "response_lengths"
 
 
 class Generator:
@@ -45,8 +48,10 @@ class Generator:
     """
 
     def __init__(self, config: GenerationConfig) -> None:
+        from verl.data import forms
         from verl.data.files import Rows
         from verl.data.images import RowImageReader
+        from verl.data.row_gate import Column, RowGate
         from verl.utils.tokenizer import load_processor, load_tokenizer
 
         self.config = config
@@ -57,16 +62,20 @@ class Generator:
         model = config.model
         self.tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
         self.rows: Rows = Rows(config.data.path, required=[config.data.prompt_key])
+        self._check_columns()
         processor = load_processor(str(model.path), model.trust_remote_code)
         self.images = RowImageReader(self.rows, config.data, processor)
         if self.images.present:
             self._check_images()
         limit = config.data.max_samples
         self.count = len(self.rows) if limit < 0 else min(limit, len(self.rows))
+        prompt = partial(forms.prompt, parts=self.images.present)
+        self.gate = RowGate(self.rows, [Column(config.data.prompt_key, prompt, required=True)])
         self.parts = self.output.with_name(f".{self.output.stem}.parts")
 
     def run(self) -> Path:
         """Answer everything and write the output; returns its path."""
+        self._look_through()
         self.parts.mkdir(exist_ok=True)
         with locked({"data.output_path": self.parts}):
             return self._run()
@@ -85,6 +94,21 @@ class Generator:
                 logger.info("batch %d of %d", number, len(todo))
         self._join()
         return self.output
+
+    def _check_columns(self) -> None:
+        """Refuse data whose columns the responses would replace."""
+        for name in dict.fromkeys((self.config.data.response_key, LENGTHS)):
+            if name in self.rows.columns:
+                remedy = "rename it in the data files" if name == LENGTHS else "set data.response_key to another name"
+                raise DataError(f"the data has a column {name!r} already, and the responses would replace it; {remedy}")
+
+    def _look_through(self) -> None:
+        """Check prompts before anything is started; those with images, which cost much, by their form alone."""
+        from verl.data.row_gate import Problems, look_through, looks_at
+
+        problems = Problems()
+        look = self.gate.__getitem__ if self.images.present else self._prompt
+        look_through(looks_at(look, range(self.count), problems), self.count, problems)
 
     def _check_images(self) -> None:
         """Refuse engines and models that read none."""
@@ -128,7 +152,7 @@ class Generator:
             {
                 "row": number,
                 "responses": texts[place * n : (place + 1) * n],
-                "response_lengths": [len(ids) for ids in tokens[place * n : (place + 1) * n]],
+                LENGTHS: [len(ids) for ids in tokens[place * n : (place + 1) * n]],
             }
             for place, number in enumerate(numbers)
         ]
@@ -149,6 +173,8 @@ class Generator:
 
     def _prompt(self, number: int) -> tuple[list[int], dict[str, Any] | None]:
         """The tokens of a row's prompt, and its images as the model reads them."""
+        from verl.data.row_gate import RowError
+
         data = self.config.data
         try:
             ids, images = self._tokens(number)
@@ -163,15 +189,17 @@ class Generator:
                     f"the prompt has {len(ids)} tokens, allowed are 1 to data.max_prompt_length={limit}; raise it, or "
                     f"{remedy}"
                 )
+        except RowError:
+            raise
         except DataError as error:
             raise DataError(f"{self.rows.place(number)}, column {data.prompt_key!r}: {error}") from error
         return (ids[-limit:] if data.truncation == "left" else ids[:limit]), images
 
     def _tokens(self, number: int) -> tuple[list[int], dict[str, Any] | None]:
-        from verl.data.chat import encode, render
+        from verl.data.chat import encode, encode_plain, render
         from verl.data.images import reject_images
 
-        data, row = self.config.data, self.rows[number]
+        data, row = self.config.data, self.gate[number]
         reject_images(row, "this command", ["videos"])
         images = self.images.read(number, row)
         prompt = row[data.prompt_key]
@@ -179,10 +207,12 @@ class Generator:
             prompt = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, str):
             messages, kwargs = self.images.messages(row, prompt), data.apply_chat_template_kwargs
-            prompt = render(self.tokenizer, messages, add_generation_prompt=True, template_kwargs=kwargs)
+            text = render(self.tokenizer, messages, add_generation_prompt=True, template_kwargs=kwargs)
+            ids = encode(self.tokenizer, text)
         elif images is not None:
             raise DataError("the row has images, and the tokenizer no chat template that says where they stand")
-        ids = encode(self.tokenizer, prompt)
+        else:
+            ids = encode_plain(self.tokenizer, prompt)
         return self.images.expand(ids, [0] * len(ids), images)[0], images
 
     # ---- files --------------------------------------------------------------------------------------------------
@@ -193,7 +223,8 @@ class Generator:
         values["data"].pop("output_path")
         for key in ("nnodes", "n_gpus_per_node", "controller"):
             values["trainer"].pop(key)
-        values = redact({**values, "ray_kwargs": None, "rows": self.count})
+        rows = self.rows.fingerprint(range(self.count))
+        values = redact({**values, "ray_kwargs": None, "rows": self.count, "rows_sha256": rows})
         settings = json.dumps(values, indent=1, sort_keys=True, default=str)
         path = self.parts / SETTINGS
         if not path.exists():
@@ -216,10 +247,11 @@ class Generator:
         answers = [
             json.loads(line)
             for start in range(0, self.count, self.config.data.batch_size)
-            for line in self._part(start).read_text("utf-8").splitlines()
+            for line in self._part(start).read_bytes().split(b"\n")  # text may hold other ends of lines
+            if line
         ]
         key = self.config.data.response_key
-        rows = [self.rows[a["row"]] | {key: a["responses"], "response_lengths": a["response_lengths"]} for a in answers]
+        rows = [self.rows[a["row"]] | {key: a["responses"], LENGTHS: a[LENGTHS]} for a in answers]
         if self.output.suffix == ".jsonl":
             text = "".join(json.dumps(row, ensure_ascii=False, default=_as_json) + "\n" for row in rows)
             atomic_write_text(self.output, text)

@@ -135,6 +135,7 @@ class TaskRunner:
                 dump_dir=trainer.validation_data_dir,
                 show=trainer.log_val_generations,
                 row_fields=self.row_fields,
+                reward_fn_key=config.data.reward_fn_key,
             )
         return RayPPOTrainer(
             config=config,

@@ -13,7 +13,7 @@ import logging
 import resource
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
@@ -33,6 +33,7 @@ from verl.config import (
     RefConfig,
     RewardModelConfig,
 )
+from verl.data.chat import encode, encode_plain, render
 from verl.data.images import IMAGE_FIELD, copies_of, image_parts, repeated
 from verl.errors import ConfigError, DataError, WeightSyncError
 from verl.models.loading import import_external_lib, load_hf_config
@@ -636,11 +637,10 @@ class RewardModelWorker(RoleWorker):
             for row, keep in zip(batch["responses"], present, strict=True)
         ]
         chats = [
-            [*prompt, {"role": "assistant", "content": text}]
-            for prompt, text in zip(data.non_tensor_batch["raw_prompt"], texts, strict=True)
+            self._chat(prompt, text) for prompt, text in zip(data.non_tensor_batch["raw_prompt"], texts, strict=True)
         ]
         column = list(data.non_tensor_batch.get(IMAGE_FIELD, [None] * len(chats)))
-        images = prompt_parts(column, [image_parts(prompt) for prompt in data.non_tensor_batch["raw_prompt"]])
+        images = prompt_parts(column, [0 if isinstance(chat, str) else image_parts(chat) for chat in chats])
         rows = with_images(self._tokenize(chats, images), images)
         with self.engine.resident(optimizer=False):
             scores = self.engine.forward(rows, frozenset({"scores"}), micro=MicroBatching(*self.config.micro_batch()))[
@@ -654,7 +654,15 @@ class RewardModelWorker(RoleWorker):
         rm_scores[scored, last[scored]] = scores[scored]
         return DataProto.from_dict({"rm_scores": rm_scores})
 
-    def _tokenize(self, chats: list[list[dict[str, Any]]], images: list[dict[str, Any] | None]) -> TensorDict:
+    def _chat(self, prompt: str | list[dict[str, Any]], response: str) -> str | list[dict[str, Any]]:
+        """A conversation for the reward model; text where neither model has a chat template."""
+        if isinstance(prompt, str):
+            if not getattr(self.tokenizer, "chat_template", None):
+                return prompt + response
+            prompt = [{"role": "user", "content": prompt}]
+        return [*prompt, {"role": "assistant", "content": response}]
+
+    def _tokenize(self, chats: Sequence[str | list[dict[str, Any]]], images: list[dict[str, Any] | None]) -> TensorDict:
         """Conversations as left-padded rows; too long ones lose their beginning, since the response is judged."""
         rows = [self._token_ids(chat, shown) for chat, shown in zip(chats, images, strict=True)]
         width = max(map(len, rows))
@@ -674,8 +682,11 @@ class RewardModelWorker(RoleWorker):
             batch_size=[len(rows)],
         )
 
-    def _token_ids(self, chat: list[dict[str, Any]], images: dict[str, Any] | None) -> list[int]:
-        ids: list[int] = self.tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
+    def _token_ids(self, chat: str | list[dict[str, Any]], images: dict[str, Any] | None) -> list[int]:
+        if isinstance(chat, str):
+            ids = encode_plain(self.tokenizer, chat)
+        else:
+            ids = encode(self.tokenizer, render(self.tokenizer, chat, add_generation_prompt=False))
         if images is None:
             return ids[-self.max_length :]
         assert self.image_tokens is not None  # checked at start-up

@@ -12,7 +12,8 @@ from torch.utils.data import Subset
 from verl.agent_loop.base import find_loop, read_agent_loops
 from verl.algorithms.registry import fields_needed, get_adv_estimator_fn, is_prepared
 from verl.config import ModelConfig, PPOConfig, RolloutConfig
-from verl.data.files import Rows
+from verl.data.files import Row
+from verl.data.row_gate import RowGate
 from verl.errors import ConfigError, DataError
 from verl.models.loading import resolve_model_dir
 from verl.models.sliced import weight_files
@@ -26,7 +27,7 @@ _ALWAYS = frozenset(
     {*STAGES["rollout"], "rollout_log_probs", "old_log_probs", "uid", "token_level_scores", "token_level_rewards"}
 )
 #: seconds for references at start-up, and the problems that are told
-_CHECK_S, _MOST_PROBLEMS = 60.0, 5
+_CHECK_S = 60.0
 _REMEDIES = {
     "values": "set critic.enable=True",
     "ref_log_prob": "set actor_rollout_ref.actor.use_kl_loss=True or algorithm.use_kl_in_reward=True",
@@ -139,24 +140,21 @@ def check_data_sources(config: PPOConfig, reward_fn: Any, datasets: Iterable[Any
     if check is None or config.reward_model.enable or agents:
         return
     deadline = time.monotonic() + _CHECK_S
-    problems: list[str] = []
     seen: set[tuple[str, ...]] = set()
     for dataset in datasets:
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
-        rows = getattr(dataset, "rows", None)
-        if not isinstance(rows, Rows) or (paths := tuple(file.path for file in rows.files)) in seen:
+        gate = getattr(dataset, "gate", None)
+        if not isinstance(gate, RowGate) or (paths := tuple(file.path for file in gate.rows.files)) in seen:
             continue
         seen.add(paths)
-        columns = (config.data.reward_fn_key, "reward_model", "extra_info")
-        for index, values in enumerate(zip(*map(rows.column, columns), strict=True)):
-            if problem := row_problem(check, *values):
-                problems.append(f"{rows.place(index)}: {problem}")
-            if len(problems) >= _MOST_PROBLEMS or time.monotonic() > deadline:
-                break
-    if problems:
-        more = "" if len(problems) < _MOST_PROBLEMS else "\n(there may be more)"
-        raise DataError("\n".join(problems) + more)
+        key, others = config.data.reward_fn_key, ("reward_model", "extra_info")
+
+        def look(row: Row, key: str = key, check: Any = check) -> None:
+            if problem := row_problem(check, row[key], row.get("reward_model"), row.get("extra_info")):
+                raise DataError(f"columns {key!r} and 'reward_model': {problem}")
+
+        gate.check(look, only=[key, *others], within_s=max(0.0, deadline - time.monotonic()))
 
 
 def check_reward_model(config: PPOConfig) -> None:

@@ -13,6 +13,7 @@ import torch
 from verl.data.collate import object_array
 from verl.errors import RewardError
 from verl.protocol import DataProto
+from verl.schema import REPORTED_PREFIX
 from verl.single_controller.base import WorkerGroup
 from verl.trainer.ppo.fields import stage_batch
 from verl.utils.fs import atomic_write_text
@@ -24,7 +25,7 @@ RewardFunction = Callable[..., Any]
 Sample = dict[str, Any]
 
 #: columns of the batch with what a reward function reports besides the score: ``reward_<name>``
-PREFIX = "reward_"
+PREFIX = REPORTED_PREFIX
 #: columns with that prefix that come from the data or the source
 _NOT_REPORTED = frozenset({"reward_model", "reward_baselines"})
 _RESERVED = frozenset(name.removeprefix(PREFIX) for name in _NOT_REPORTED)

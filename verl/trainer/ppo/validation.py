@@ -20,9 +20,14 @@ from verl.utils.telling import BOUNDARY
 logger = logging.getLogger(__name__)
 
 
-def sources_of(batch: DataProto) -> list[str]:
-    """What each row's metrics are filed under: its data source, and its player where an episode has several."""
-    sources = batch.non_tensor_batch.get("data_source", ["unknown"] * len(batch))
+def sources_of(batch: DataProto, reward_fn_key: str = "data_source") -> list[str]:
+    """What each row's metrics are filed under: its data source, and its player where an episode has several.
+
+    Args:
+        batch: of validation.
+        reward_fn_key: column with the data source.
+    """
+    sources = batch.non_tensor_batch.get(reward_fn_key, ["unknown"] * len(batch))
     players = batch.non_tensor_batch.get("player", [None] * len(batch))
     return [source if player is None else f"{source}/{player}" for source, player in zip(sources, players, strict=True)]
 
@@ -40,6 +45,7 @@ class Validator:
         dump_dir: where ``<step>.jsonl`` goes, or None.
         show: how many samples go to the trackers.
         row_fields: columns that the rollout reads.
+        reward_fn_key: column with the data source.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class Validator:
         dump_dir: str | None = None,
         show: int = 0,
         row_fields: Sequence[str] = (),
+        reward_fn_key: str = "data_source",
     ) -> None:
         self.dataloader = dataloader
         self.rollout = rollout
@@ -64,6 +71,7 @@ class Validator:
         self.dump_dir = Path(dump_dir) if dump_dir else None
         self.show = show
         self.row_fields = row_fields
+        self.reward_fn_key = reward_fn_key
 
     def run(self, step: int) -> tuple[dict[str, float], list[Sample]]:
         """Validate the policy as it is after ``step``.
@@ -83,7 +91,7 @@ class Validator:
             result = self.scorer.judge(batch)
             scores = result.sums()
             record.add(
-                sources_of(batch),
+                sources_of(batch, self.reward_fn_key),
                 list(batch.non_tensor_batch["uid"]),
                 {**{name: list(values) for name, values in apart(result.extra, {"reward"}).items()}, "reward": scores},
             )
