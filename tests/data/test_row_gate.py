@@ -88,7 +88,7 @@ def test_arrow_maps_are_mappings(tmp_path: Path) -> None:
         ({"prompt": None}, "'prompt' is null; give it a value, or remove the row"),
         ({"prompt": [{"role": "user"}]}, "'prompt': message 0 has content None"),
         ({"prompt": 5}, "'prompt': expected a non-empty list of chat messages, got 5"),
-        ({"data_source": None}, "'data_source' is null"),
+        ({"data_source": True}, r"'data_source' is True \(bool\); expected the name of a data source"),
         ({"data_source": ["a"]}, "'data_source' .*expected the name of a data source"),
         ({"agent_name": 3}, r"'agent_name' is 3 \(int\); expected text"),
         (
@@ -159,7 +159,7 @@ def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
 
 
 def test_several_problems_are_listed_together(tmp_path: Path) -> None:
-    rows = [ROW, {**ROW, "prompt": 5, "extra_info": 6}, {**ROW, "data_source": None}, *[{**ROW, "prompt": 1}] * 20]
+    rows = [ROW, {**ROW, "prompt": 5, "extra_info": 6}, {**ROW, "data_source": 1.5}, *[{**ROW, "prompt": 1}] * 20]
     with pytest.raises(RowError) as caught:
         prompts(write(tmp_path / "a.jsonl", rows))
     lines = str(caught.value).split("\n")

@@ -111,8 +111,8 @@ def _tool_arguments(name: str, value: Any) -> Any:
 
 
 def source(value: Any) -> Any:
-    """What names the data source: text, or a number."""
-    if isinstance(value, bool) or not isinstance(value, str | int | np.integer) or value == "":
+    """What names the data source: text, or a number; None is for the reward function to judge."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, str | int | np.integer)):
         raise DataError(f"is {short(value)}; expected the name of a data source, which selects the scorer")
     return value
 

@@ -80,7 +80,7 @@ class RLHFDataset(Dataset):
             self.rows,
             [
                 Column(prompt_key, partial(forms.prompt, parts=self.has_images), required=True),
-                Column(source_key, forms.source, required=True),
+                Column(source_key, forms.source),
                 Column("reward_model", forms.optional_mapping),
                 Column("extra_info", forms.extra_info),
                 Column("agent_name", partial(forms.optional, form=forms.text)),
