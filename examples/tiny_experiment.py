@@ -90,6 +90,7 @@ def sft_command(output: Path, seed: int, settings: Sequence[str]) -> list[str]:
         "trainer.n_gpus_per_node=1",
         f"trainer.default_local_dir={output}/sft",
         f"trainer.seed={seed}",
+        "trainer.resume_mode=disable",
     ]
 
 

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from verl.config import Config, PPOConfig, PreferenceConfig, SFTConfig  # noqa: E402
+from verl.config.base import AFFECTS, DECISIVE  # noqa: E402
 from verl.config.generation import EvalConfig, GenerationConfig  # noqa: E402
 from verl.config.keys import ALIASES, ANY, UNSUPPORTED  # noqa: E402
 from verl.config.schema import Key, keys_of  # noqa: E402
@@ -62,6 +63,29 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+def effects() -> list[str]:
+    """Return the lines about what a change of a key means when a run resumes."""
+    lines = [
+        "## What a change means when a run resumes",
+        "",
+        "A checkpoint knows the run that made it. Every key affects one of these; a key that is not listed affects",
+        "the numbers.",
+        "",
+        "| affects | meaning | resumes under another value |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {name} | {cell(meaning)} | {'no' if name in DECISIVE else 'yes'} |" for name, meaning in AFFECTS.items()
+    ]
+    for title, schema, _ in ROOTS[:3]:
+        lines += ["", f"{title}:", ""]
+        for name in AFFECTS:
+            found = [key.path for key in keys_of(schema).values() if key.kind != "section" and key.affects == name]
+            if found and name != "numbers":
+                lines.append(f"- {name}: {', '.join(f'`{path}`' for path in found)}")
+    return [*lines, ""]
+
+
 def markdown() -> str:
     """Return the reference page."""
     lines = [
@@ -91,6 +115,7 @@ def markdown() -> str:
                     f"| `{name}` | {cell(kind)} | {default} | {cell(allowed(key))} | {cell(key.metadata['help'])} |"
                 )
             lines.append("")
+    lines += effects()
     lines += [
         "## Other names of keys",
         "",

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.checkpoint.checksums import verify_checksums, write_checksums
+from verl.checkpoint.fingerprint import FINGERPRINT_FILE, compare
 from verl.errors import CheckpointError, ConfigError
 from verl.utils.fs import (
     atomic_write_text,
@@ -36,6 +37,7 @@ from verl.utils.fs import (
 )
 
 if TYPE_CHECKING:
+    from verl.checkpoint.fingerprint import Fingerprint
     from verl.config.trainer import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -99,6 +101,10 @@ class CheckpointManager:
         best_mode: ``"max"`` or ``"min"``: which score is better.
         verify: compare the files of a checkpoint with its checksums before it is used.
 
+    Attributes:
+        fingerprint: of the run; written into every checkpoint, and what :meth:`require_same_run` compares with. None
+            without a run.
+
     Raises:
         CheckpointError: the root cannot be written.
         ConfigError: a limit below 1.
@@ -119,6 +125,7 @@ class CheckpointManager:
         self.best_sign = 1.0 if best_mode == "max" else -1.0
         self.verify = verify
         self._verified: set[Path] = set()
+        self.fingerprint: Fingerprint | None = None
         self.part_limits = {
             "actor": max_actor_ckpt_to_keep,
             "critic": max_critic_ckpt_to_keep,
@@ -168,9 +175,26 @@ class CheckpointManager:
         path = self._hidden(step, "new")
         try:
             path.mkdir()
+            if self.fingerprint is not None:
+                self.fingerprint.save(path)
         except OSError as error:
+            shutil.rmtree(path, ignore_errors=True)
             raise write_error(error, self.root, _KEY) from error
         return StagedCheckpoint(self, step, path)
+
+    def require_same_run(self, path: Path, policy: str) -> None:
+        """Compare this run with the one that saved a step directory.
+
+        Args:
+            path: what the run resumes from.
+            policy: ``trainer.on_resume_mismatch``.
+
+        Raises:
+            ConfigError: something that decides numbers differs and the policy is ``refuse``; lists all of it.
+            CheckpointError: the checkpoint's fingerprint cannot be read.
+        """
+        if self.fingerprint is not None:
+            compare(self.fingerprint, path, path / FINGERPRINT_FILE, policy)
 
     @contextlib.contextmanager
     def staging(self, step: int, info: dict[str, Any] | None = None) -> Iterator[Path]:

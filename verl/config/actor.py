@@ -128,15 +128,22 @@ class ActorConfig(Config):
     strategy: str = opt("fsdp", "Training engine: megatron, or fsdp and fsdp2, which both mean the FSDP2 engine.")
     ppo_mini_batch_size: int = opt(256, "Prompts per optimizer step, over all ranks (times rollout.n samples).", ge=1)
     ppo_micro_batch_size_per_gpu: int | None = opt(
-        None, "Samples per rank in one forward and backward pass; not given = the rank's whole mini-batch.", ge=1
+        None,
+        "Samples per rank in one forward and backward pass; not given = the rank's whole mini-batch.",
+        ge=1,
+        affects="speed",
     )
     ppo_micro_batch_size: int | None = opt(
-        None, "Old form of ppo_micro_batch_size_per_gpu: samples over all ranks.", ge=1
+        None, "Old form of ppo_micro_batch_size_per_gpu: samples over all ranks.", ge=1, affects="speed"
     )
     use_dynamic_bsz: bool = opt(
-        False, "Fill micro-batches up to ppo_max_token_len_per_gpu tokens; micro-batch sizes then play no part."
+        False,
+        "Fill micro-batches up to ppo_max_token_len_per_gpu tokens; micro-batch sizes then play no part.",
+        affects="speed",
     )
-    ppo_max_token_len_per_gpu: int = opt(16384, "Tokens per rank in one pass with use_dynamic_bsz.", ge=1)
+    ppo_max_token_len_per_gpu: int = opt(
+        16384, "Tokens per rank in one pass with use_dynamic_bsz.", ge=1, affects="speed"
+    )
     ppo_epochs: int = opt(1, "Passes over the rollout batch.", ge=1)
     shuffle: bool = opt(False, "Shuffle the rollout batch before it is split into mini-batches.")
     clip_ratio: float = opt(0.2, "Clip range of the probability ratio.", ge=0)
@@ -166,7 +173,7 @@ class ActorConfig(Config):
     optim: OptimConfig = section(OptimConfig, "Optimizer of the policy.")
     fsdp_config: FSDPConfig = section(FSDPConfig, "Sharding, offload and numeric types of the policy.")
     megatron: MegatronConfig = section(MegatronConfig, "The same with strategy=megatron.")
-    checkpoint: CheckpointConfig = section(CheckpointConfig, "Contents of the policy's checkpoint.")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "Contents of the policy's checkpoint.", affects="place")
 
     def problems(self) -> Iterator[str]:
         yield from strategy_problems(self.strategy)
@@ -203,20 +210,23 @@ class RefConfig(Config):
         "Samples per rank in one forward pass; not given = all at once.",
         ge=1,
         inherits="actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+        affects="speed",
     )
     log_prob_micro_batch_size: int | None = opt(
-        None, "Old form of log_prob_micro_batch_size_per_gpu: samples over all ranks.", ge=1
+        None, "Old form of log_prob_micro_batch_size_per_gpu: samples over all ranks.", ge=1, affects="speed"
     )
     log_prob_use_dynamic_bsz: bool = opt(
         False,
         "Fill micro-batches up to log_prob_max_token_len_per_gpu tokens.",
         inherits="actor_rollout_ref.rollout.log_prob_use_dynamic_bsz",
+        affects="speed",
     )
     log_prob_max_token_len_per_gpu: int = opt(
         16384,
         "Tokens per rank in one forward pass with log_prob_use_dynamic_bsz.",
         ge=1,
         inherits="actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
+        affects="speed",
     )
 
     def problems(self) -> Iterator[str]:
@@ -234,7 +244,7 @@ class ActorRolloutRefConfig(Config):
     """Policy, generation and reference, which share worker processes."""
 
     hybrid_engine: bool = opt(True, "Training and generation share processes and parameters.")
-    nccl_timeout: int = opt(600, "Time limit of a collective operation, in seconds.", ge=1)
+    nccl_timeout: int = opt(600, "Time limit of a collective operation, in seconds.", ge=1, affects="limit")
     model: ModelConfig = section(ModelConfig, "The policy's model.")
     actor: ActorConfig = section(ActorConfig, "Training of the policy.")
     rollout: RolloutConfig = section(RolloutConfig, "Generation.")

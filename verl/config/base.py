@@ -13,6 +13,21 @@ from verl.errors import ConfigError
 T = TypeVar("T")
 C = TypeVar("C", bound="Config")
 
+#: What the value of a key affects, and with it what a change means when a run resumes from a checkpoint.
+AFFECTS: Mapping[str, str] = {
+    "numbers": "what is trained; a run does not resume under another value",
+    "rows": "what is trained: files of rows, compared by their rows; the files may be elsewhere",
+    "file": "what is trained: a file of code or settings, compared by its content; it may be elsewhere",
+    "model": "what is trained: a model directory, compared by its files; it may be elsewhere",
+    "length": "how long the run is",
+    "place": "where output goes, what is kept of it, and where a run resumes",
+    "report": "what is measured and reported",
+    "limit": "time limits, and what a failure means",
+    "speed": "how the work is divided; results are the same up to rounding",
+}
+#: a change of these is refused when a run resumes
+DECISIVE = frozenset({"numbers", "rows", "file", "model"})
+
 
 def opt(
     default: T,
@@ -24,6 +39,7 @@ def opt(
     le: float | None = None,
     inherits: str | None = None,
     spellings: Mapping[str, str] | None = None,
+    affects: str | None = None,
 ) -> T:
     """Declare one key of a section.
 
@@ -35,7 +51,9 @@ def opt(
         inherits: dotted path of the key whose value is the default when a whole configuration is loaded. A section made
             directly in Python uses ``default``.
         spellings: other spellings of a value, mapped to ours while loading, for example ``{"bf16": "bfloat16"}``.
+        affects: one of :data:`AFFECTS`; not given = that of the section, or else ``numbers``.
     """
+    _check_affects(affects)
     metadata = {
         "help": help,
         "choices": tuple(choices) if choices else None,
@@ -44,6 +62,7 @@ def opt(
         "le": le,
         "inherits": inherits,
         "spellings": dict(spellings or {}),
+        "affects": affects,
     }
     if isinstance(default, list | dict):
         factory = cast(Callable[[], Any], default.copy)
@@ -57,6 +76,7 @@ def section(
     *,
     inherits: str | None = None,
     inherit_only: Sequence[str] | None = None,
+    affects: str | None = None,
     **changes: Any,
 ) -> C:
     """Declare a nested section.
@@ -66,14 +86,22 @@ def section(
         help: one sentence for the reference page.
         inherits: dotted path of a section; each key defaults to the key of the same name there.
         inherit_only: names of the keys that inherit; the others keep their own default. ``None`` means all.
+        affects: one of :data:`AFFECTS`, for the keys of the section that do not declare it themselves.
         **changes: defaults that differ from those of ``cls``, for example ``lr=1e-5``.
     """
+    _check_affects(affects)
     metadata = {
         "help": help,
         "inherits": inherits,
         "inherit_only": tuple(inherit_only) if inherit_only is not None else None,
+        "affects": affects,
     }
     return dataclasses.field(default_factory=lambda: cls(**changes), metadata=metadata)
+
+
+def _check_affects(affects: str | None) -> None:
+    if affects is not None and affects not in AFFECTS:
+        raise ValueError(f"affects={affects!r}: expected one of {', '.join(AFFECTS)}")
 
 
 @dataclass

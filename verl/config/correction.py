@@ -58,6 +58,7 @@ class RolloutCorrectionConfig(Config):
         "Mean difference of log-probabilities per token, in nats, from which the log says what is likely wrong; "
         "null = never.",
         gt=0,
+        affects="report",
     )
 
     @property

@@ -43,33 +43,37 @@ class CriticConfig(Config):
         "Samples per rank in one forward and backward pass; not given = the rank's whole mini-batch.",
         ge=1,
         inherits=f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+        affects="speed",
     )
     ppo_micro_batch_size: int | None = opt(
-        None, "Old form of ppo_micro_batch_size_per_gpu: samples over all ranks.", ge=1
+        None, "Old form of ppo_micro_batch_size_per_gpu: samples over all ranks.", ge=1, affects="speed"
     )
     forward_micro_batch_size_per_gpu: int | None = opt(
         None,
         "Samples per rank in one forward pass for the values.",
         ge=1,
         inherits="critic.ppo_micro_batch_size_per_gpu",
+        affects="speed",
     )
     forward_micro_batch_size: int | None = opt(
-        None, "Old form of forward_micro_batch_size_per_gpu: samples over all ranks.", ge=1
+        None, "Old form of forward_micro_batch_size_per_gpu: samples over all ranks.", ge=1, affects="speed"
     )
     use_dynamic_bsz: bool = opt(
-        False, "Fill micro-batches up to a number of tokens.", inherits=f"{ACTOR}.use_dynamic_bsz"
+        False, "Fill micro-batches up to a number of tokens.", inherits=f"{ACTOR}.use_dynamic_bsz", affects="speed"
     )
     ppo_max_token_len_per_gpu: int = opt(
         16384,
         "Tokens per rank in one pass with use_dynamic_bsz.",
         ge=1,
         inherits=f"{ACTOR}.ppo_max_token_len_per_gpu",
+        affects="speed",
     )
     forward_max_token_len_per_gpu: int = opt(
         16384,
         "Tokens per rank in one forward pass for the values with use_dynamic_bsz.",
         ge=1,
         inherits="critic.ppo_max_token_len_per_gpu",
+        affects="speed",
     )
     ppo_epochs: int = opt(1, "Passes over the rollout batch.", ge=1, inherits=f"{ACTOR}.ppo_epochs")
     shuffle: bool = opt(False, "Shuffle the rollout batch before the split.", inherits=f"{ACTOR}.shuffle")
@@ -92,7 +96,7 @@ class CriticConfig(Config):
     )
     megatron: MegatronConfig = section(MegatronConfig, "The same with strategy=megatron.", inherits=f"{ACTOR}.megatron")
     checkpoint: CheckpointConfig = section(
-        CheckpointConfig, "Contents of the critic's checkpoint.", inherits=f"{ACTOR}.checkpoint"
+        CheckpointConfig, "Contents of the critic's checkpoint.", inherits=f"{ACTOR}.checkpoint", affects="place"
     )
 
     def problems(self) -> Iterator[str]:

@@ -16,7 +16,7 @@ TRUNCATIONS = ("error", "left", "right", "middle")
 class CustomClsConfig(Config):
     """A dataset class of the user."""
 
-    path: str | None = opt(None, "Python file with the class; not given = the built-in dataset.")
+    path: str | None = opt(None, "Python file with the class; not given = the built-in dataset.", affects="file")
     name: str | None = opt(None, "Name of the class in the file.")
 
     def problems(self) -> Iterator[str]:
@@ -51,8 +51,10 @@ def image_pixels_opt(change: str) -> Any:
 class DataConfig(Config):
     """Prompts for training and validation."""
 
-    train_files: list[str] = opt([], "Training files, Parquet or JSONL: one path or a list.")
-    val_files: list[str] = opt([], "Validation files, Parquet or JSONL: one path or a list; empty = no validation.")
+    train_files: list[str] = opt([], "Training files, Parquet or JSONL: one path or a list.", affects="rows")
+    val_files: list[str] = opt(
+        [], "Validation files, Parquet or JSONL: one path or a list; empty = no validation.", affects="report"
+    )
     prompt_key: str = opt("prompt", "Column with the chat messages.")
     image_key: str = image_key_opt()
     image_min_pixels: int | None = image_pixels_opt("Smaller images are enlarged")
@@ -67,14 +69,18 @@ class DataConfig(Config):
         ge=1,
         inherits="data.train_batch_size",
     )
-    val_batch_size: int | None = opt(None, "Prompts per validation batch; not given = the whole validation set.", ge=1)
+    val_batch_size: int | None = opt(
+        None, "Prompts per validation batch; not given = the whole validation set.", ge=1, affects="report"
+    )
     shuffle: bool = opt(True, "Shuffle the training prompts in every epoch.")
-    validation_shuffle: bool = opt(False, "Shuffle the validation prompts.")
+    validation_shuffle: bool = opt(False, "Shuffle the validation prompts.", affects="report")
     seed: int | None = opt(None, "Seed of the shuffling; not given = derived from trainer.seed.")
     train_max_samples: int = opt(-1, "Use only this many training prompts; -1 = all.", ge=-1)
-    val_max_samples: int = opt(-1, "Use only this many validation prompts; -1 = all.", ge=-1)
+    val_max_samples: int = opt(-1, "Use only this many validation prompts; -1 = all.", ge=-1, affects="report")
     filter_overlong_prompts: bool = opt(False, "Drop prompts longer than max_prompt_length at start-up.")
-    filter_overlong_prompts_workers: int = opt(1, "Processes that measure prompts for the filter.", ge=1)
+    filter_overlong_prompts_workers: int = opt(
+        1, "Processes that measure prompts for the filter.", ge=1, affects="speed"
+    )
     truncation: str = opt(
         "error",
         "What a prompt longer than max_prompt_length means: an error, or where to cut.",
@@ -83,7 +89,7 @@ class DataConfig(Config):
     return_raw_chat: bool = opt(True, "Keep the chat messages in the batch (raw_prompt); a reward model needs them.")
     apply_chat_template_kwargs: dict[str, Any] = opt({}, "Keyword arguments of the tokenizer's chat template.")
     custom_cls: CustomClsConfig = section(CustomClsConfig, "A dataset class of the user.")
-    dataloader_num_workers: int = opt(0, "Processes that read prompts; 0 = in the controller.", ge=0)
+    dataloader_num_workers: int = opt(0, "Processes that read prompts; 0 = in the controller.", ge=0, affects="speed")
     trust_remote_code: bool = opt(
         False,
         "Run Python code that comes with the tokenizer.",

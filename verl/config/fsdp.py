@@ -40,7 +40,9 @@ class WrapPolicyConfig(Config):
     """Which modules become one unit of sharding."""
 
     transformer_layer_cls_to_wrap: list[str] = opt(
-        [], "Class names of the modules to shard; empty = the blocks that the model itself names as not to be split."
+        [],
+        "Class names of the modules to shard; empty = the blocks that the model itself names as not to be split.",
+        affects="speed",
     )
 
 
@@ -49,17 +51,30 @@ class FSDPConfig(Config):
     """Sharding, offload and numeric types of one model."""
 
     fsdp_size: int = opt(
-        -1, "Ranks that share one copy of the parameters (HSDP when smaller than the world); -1 = all ranks.", ge=-1
+        -1,
+        "Ranks that share one copy of the parameters (HSDP when smaller than the world); -1 = all ranks.",
+        ge=-1,
+        affects="speed",
     )
-    param_offload: bool = opt(False, "Keep the parameters in host memory while the model is not in use.")
-    optimizer_offload: bool = opt(False, "Keep the optimizer state in host memory outside optimizer steps.")
+    param_offload: bool = opt(
+        False, "Keep the parameters in host memory while the model is not in use.", affects="speed"
+    )
+    optimizer_offload: bool = opt(
+        False, "Keep the optimizer state in host memory outside optimizer steps.", affects="speed"
+    )
     offload_policy: bool = opt(
-        False, "Keep parameters, gradients and optimizer in host memory during training too (slow, least memory)."
+        False,
+        "Keep parameters, gradients and optimizer in host memory during training too (slow, least memory).",
+        affects="speed",
     )
     reshard_after_forward: bool = opt(
-        True, "Free the gathered parameters after the forward pass and gather them again for the backward pass."
+        True,
+        "Free the gathered parameters after the forward pass and gather them again for the backward pass.",
+        affects="speed",
     )
-    forward_prefetch: bool = opt(False, "Gather the next block's parameters while the current one computes.")
+    forward_prefetch: bool = opt(
+        False, "Gather the next block's parameters while the current one computes.", affects="speed"
+    )
     model_dtype: str = opt(
         "auto",
         "Type in which the parameters are kept; auto = float32 for trained models, the computing type for others.",
@@ -73,10 +88,13 @@ class FSDPConfig(Config):
         "Ranks that share the tokens of each sequence (Ulysses); divides the number of ranks and the model's attention "
         "heads, needs use_remove_padding.",
         ge=1,
+        affects="speed",
     )
-    use_torch_compile: bool = opt(False, "Compile the model with torch.compile.")
+    use_torch_compile: bool = opt(False, "Compile the model with torch.compile.", affects="speed")
     entropy_checkpointing: bool = opt(
-        False, "Recompute logits in the backward pass instead of keeping them, as model.use_fused_kernels does."
+        False,
+        "Recompute logits in the backward pass instead of keeping them, as model.use_fused_kernels does.",
+        affects="speed",
     )
 
     def problems(self) -> Iterator[str]:

@@ -32,6 +32,7 @@ from verl.config.coerce import coerce
 from verl.config.keys import find_unsupported, is_off, resolve_alias, switch_of
 from verl.config.schema import Key, keys_of, nearest
 from verl.errors import ConfigError
+from verl.utils.logging import HIDDEN
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ def load_config(
         raise ConfigError(f"{TITLE}:\n" + "\n".join(f"  {p}" for p in [*problems, _short(error)])) from None
     values = _canonical(schema, _leaves(composed), problems)
     _apply(schema, plain, values, problems)
+    problems.extend(_hidden_values(values))
     accepted = _known(schema, values, problems)
     config = _build(schema, accepted, keys, problems)
     derive = getattr(config, "derive", None)
@@ -97,6 +99,14 @@ def load_config(
     if problems:
         raise ConfigError(f"{TITLE}:\n" + "\n".join(f"  {p}" for p in dict.fromkeys(problems)))
     return seal(config)
+
+
+def _hidden_values(values: Values) -> Iterator[str]:
+    """Yield the values that the record of a run has hidden, so that a rerun from it does not use them as they are."""
+    for path, value in values.items():
+        texts = value if isinstance(value, list) else [value]
+        if any(text == HIDDEN or (isinstance(text, str) and f"://{HIDDEN}@" in text) for text in texts):
+            yield f"{path}={value!r}: is a secret that the record of a run hides; give its value on the command line"
 
 
 def _new_problems(config: Config, keys: Mapping[str, Key], accepted: Values, problems: Sequence[str]) -> Iterator[str]:

@@ -24,23 +24,33 @@ PARALLEL_SIZES = (
 class MegatronConfig(Config):
     """Parallelism, off-loading and numeric types of one model on Megatron-core."""
 
-    tensor_model_parallel_size: int = opt(1, "Ranks that share every layer's weights.", ge=1)
-    pipeline_model_parallel_size: int = opt(1, "Stages that the layers are divided over.", ge=1)
+    tensor_model_parallel_size: int = opt(1, "Ranks that share every layer's weights.", ge=1, affects="speed")
+    pipeline_model_parallel_size: int = opt(1, "Stages that the layers are divided over.", ge=1, affects="speed")
     virtual_pipeline_model_parallel_size: int | None = opt(
-        None, "Pieces of the model per stage (interleaved schedule); not given = one piece.", ge=2
+        None, "Pieces of the model per stage (interleaved schedule); not given = one piece.", ge=2, affects="speed"
     )
-    context_parallel_size: int = opt(1, "Ranks that share one sequence.", ge=1)
-    expert_model_parallel_size: int = opt(1, "Ranks that the experts of a layer are divided over.", ge=1)
+    context_parallel_size: int = opt(1, "Ranks that share one sequence.", ge=1, affects="speed")
+    expert_model_parallel_size: int = opt(
+        1, "Ranks that the experts of a layer are divided over.", ge=1, affects="speed"
+    )
     expert_tensor_parallel_size: int | None = opt(
-        None, "Ranks that share one expert's weights; not given = tensor_model_parallel_size.", ge=1
+        None, "Ranks that share one expert's weights; not given = tensor_model_parallel_size.", ge=1, affects="speed"
     )
     sequence_parallel: bool = opt(
-        True, "With tensor parallelism, divide activations between the layers' products over its ranks too."
+        True,
+        "With tensor parallelism, divide activations between the layers' products over its ranks too.",
+        affects="speed",
     )
-    use_distributed_optimizer: bool = opt(True, "Divide the optimizer state over the data-parallel ranks.")
-    param_offload: bool = opt(False, "Keep the parameters in host memory while the model is not in use.")
-    grad_offload: bool = opt(False, "Free the gradient buffers while the model is not in use.")
-    optimizer_offload: bool = opt(False, "Keep the optimizer state in host memory outside optimizer steps.")
+    use_distributed_optimizer: bool = opt(
+        True, "Divide the optimizer state over the data-parallel ranks.", affects="speed"
+    )
+    param_offload: bool = opt(
+        False, "Keep the parameters in host memory while the model is not in use.", affects="speed"
+    )
+    grad_offload: bool = opt(False, "Free the gradient buffers while the model is not in use.", affects="speed")
+    optimizer_offload: bool = opt(
+        False, "Keep the optimizer state in host memory outside optimizer steps.", affects="speed"
+    )
     dtype: str = opt(
         "auto",
         "Type of the parameters in the forward and backward pass, beside float32 ones in the optimizer; auto = "
@@ -53,7 +63,9 @@ class MegatronConfig(Config):
         False, "Read the initial weights from a checkpoint of this engine in dist_checkpointing_path."
     )
     dist_checkpointing_path: str | None = opt(
-        None, "Checkpoint of this engine with the initial weights; model.path still gives config and tokenizer."
+        None,
+        "Checkpoint of this engine with the initial weights; model.path still gives config and tokenizer.",
+        affects="model",
     )
     override_transformer_config: dict[str, Any] = opt(
         {},

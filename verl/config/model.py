@@ -13,32 +13,39 @@ from verl.config.base import Config, opt
 class ModelConfig(Config):
     """A Hugging Face model and how it is run."""
 
-    path: str | None = opt(None, "Model directory or Hugging Face id.")
-    tokenizer_path: str | None = opt(None, "Tokenizer directory or id; not given = path.")
+    path: str | None = opt(None, "Model directory or Hugging Face id.", affects="model")
+    tokenizer_path: str | None = opt(None, "Tokenizer directory or id; not given = path.", affects="model")
     trust_remote_code: bool = opt(False, "Run Python code that comes with the model or tokenizer.")
-    use_shm: bool = opt(False, "Copy the model files to /dev/shm first, so that all ranks of a node read from memory.")
+    use_shm: bool = opt(
+        False, "Copy the model files to /dev/shm first, so that all ranks of a node read from memory.", affects="speed"
+    )
     override_config: dict[str, Any] = opt({}, "Values that replace those of the model's config.json.")
     external_lib: str | None = opt(
         None,
         "Python modules, comma-separated, imported before anything is built; registers estimators, losses, models.",
+        affects="file",
     )
     enable_gradient_checkpointing: bool = opt(
-        True, "Recompute a layer's activations in the backward pass instead of keeping them."
+        True, "Recompute a layer's activations in the backward pass instead of keeping them.", affects="speed"
     )
     enable_activation_offload: bool = opt(
         False,
         "Keep what the backward pass needs (with gradient checkpointing, each layer's input) in host memory between "
         "the passes; on a CPU it is there already.",
+        affects="speed",
     )
     use_fused_kernels: bool = opt(
-        False, "Recompute a chunk's logits in the backward pass: no logits are kept, at the cost of one more product."
+        False,
+        "Recompute a chunk's logits in the backward pass: no logits are kept, at the cost of one more product.",
+        affects="speed",
     )
-    use_remove_padding: bool = opt(True, "Pack the samples of a micro-batch without padding tokens.")
+    use_remove_padding: bool = opt(True, "Pack the samples of a micro-batch without padding tokens.", affects="speed")
     verify: str = opt(
         "auto",
         "Compare the model with plain Transformers when it is built, and refuse it where the numbers differ: auto = "
         "families outside of the tested table and code that comes with the model, always, never.",
         choices=("auto", "always", "never"),
+        affects="limit",
     )
     lora_rank: int = opt(
         0, "Rank of low-rank adapters, which train instead of the weights; 0 trains the weights.", ge=0
@@ -54,7 +61,9 @@ class ModelConfig(Config):
         "Layers with an adapter: last parts of their names, one regular expression, or all-linear.",
     )
     exclude_modules: list[str] = opt([], "Of these, the layers to leave alone.")
-    lora_adapter_path: str | None = opt(None, "Directory of an adapter in PEFT's format to start from.")
+    lora_adapter_path: str | None = opt(
+        None, "Directory of an adapter in PEFT's format to start from.", affects="model"
+    )
 
     def problems(self) -> Iterator[str]:
         if self.lora_rank == 0 and self.lora_adapter_path:

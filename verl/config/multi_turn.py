@@ -35,12 +35,16 @@ class MultiTurnConfig(Config):
         "hermes",
         "Form of tool calls: hermes, llama3_json, qwen3_coder, deepseek, gpt-oss, glm, kimi, or a plug-in.",
     )
-    tool_config_path: str | None = opt(None, "YAML file with the tools; not given = none.")
-    function_tool_path: str | None = opt(None, "Python file whose function tools are offered; not given = none.")
-    interaction_config_path: str | None = opt(
-        None, "YAML file with simulated users and environments; not given = none."
+    tool_config_path: str | None = opt(None, "YAML file with the tools; not given = none.", affects="file")
+    function_tool_path: str | None = opt(
+        None, "Python file whose function tools are offered; not given = none.", affects="file"
     )
-    tool_timeout_s: float = opt(60.0, "Time limit of one tool call, in seconds, unless the tool sets its own.", gt=0)
+    interaction_config_path: str | None = opt(
+        None, "YAML file with simulated users and environments; not given = none.", affects="file"
+    )
+    tool_timeout_s: float = opt(
+        60.0, "Time limit of one tool call, in seconds, unless the tool sets its own.", gt=0, affects="limit"
+    )
     tool_rewards: str = opt(
         "report",
         "What rewards that tools give are for: report = the reward function sees them, add = they also count, on the "
@@ -75,7 +79,9 @@ class MultiTurnConfig(Config):
 class OpenAIAgentConfig(Config):
     """The program that the agent loop ``openai_agent`` runs for each row."""
 
-    path: str | None = opt(None, "Python file, or pkg://package.module, with the agent function; not given = none.")
+    path: str | None = opt(
+        None, "Python file, or pkg://package.module, with the agent function; not given = none.", affects="file"
+    )
     name: str = opt(
         "run",
         "Function of that file, called as run(base_url, api_key, row); a coroutine function runs in the event loop, "
@@ -90,6 +96,7 @@ class MultiAgentConfig(Config):
     env: str | None = opt(
         None,
         "What makes the environment of an episode, package.module.name or file.py:name; not given = no such episodes.",
+        affects="file",
     )
     env_kwargs: dict[str, Any] = opt({}, "Its arguments; a row's interaction_kwargs.env_kwargs go before.")
     players: list[str] = opt([], "Names of the players, in the order in which the environment numbers them.")
@@ -100,7 +107,7 @@ class MultiAgentConfig(Config):
         "sum is a player's score, report = the reward function sees them.",
         choices=PLAYER_REWARDS,
     )
-    timeout_s: float = opt(60.0, "Time limit of one call of the environment, in seconds.", gt=0)
+    timeout_s: float = opt(60.0, "Time limit of one call of the environment, in seconds.", gt=0, affects="limit")
 
     def problems(self) -> Iterator[str]:
         if self.env is None:
@@ -131,7 +138,7 @@ class AgentConfig(Config):
         "any agent loop.",
     )
     agent_loop_config_path: str | None = opt(
-        None, "YAML file with agent loops of your own (name, _target_, settings); not given = none."
+        None, "YAML file with agent loops of your own (name, _target_, settings); not given = none.", affects="file"
     )
     openai_agent: OpenAIAgentConfig = section(
         OpenAIAgentConfig, "The program that the agent loop openai_agent runs for each row."
@@ -143,18 +150,29 @@ class AgentConfig(Config):
         "nowhere; not given = one for each trained player with multi_agent.env, else 1.",
         ge=1,
     )
-    num_workers: int = opt(8, "Processes that run agent loops beside rollout servers (mode=async).", ge=1)
-    max_concurrent: int = opt(1024, "Most trajectories that one process has in progress at a time.", ge=1)
+    num_workers: int = opt(
+        8, "Processes that run agent loops beside rollout servers (mode=async).", ge=1, affects="speed"
+    )
+    max_concurrent: int = opt(
+        1024, "Most trajectories that one process has in progress at a time.", ge=1, affects="speed"
+    )
     timeout_s: float | None = opt(
-        None, "Time limit of a trajectory, in seconds, after which it is aborted; not given = no limit.", gt=0
+        None,
+        "Time limit of a trajectory, in seconds, after which it is aborted; not given = no limit.",
+        gt=0,
+        affects="limit",
     )
     max_failed_fraction: float = opt(
-        0.5, "Part of a batch whose trajectories may be aborted before the run stops.", ge=0, le=1
+        0.5, "Part of a batch whose trajectories may be aborted before the run stops.", ge=0, le=1, affects="limit"
     )
     trace_dir: str | None = opt(
-        None, "Directory for a record of every trajectory as JSONL: turns, tool calls, times, tokens, rewards."
+        None,
+        "Directory for a record of every trajectory as JSONL: turns, tool calls, times, tokens, rewards.",
+        affects="place",
     )
-    opentelemetry: bool = opt(False, "Report trajectories, turns and tool calls as OpenTelemetry spans.")
+    opentelemetry: bool = opt(
+        False, "Report trajectories, turns and tool calls as OpenTelemetry spans.", affects="report"
+    )
 
     def problems(self) -> Iterator[str]:
         if self.default_agent_loop == "openai_agent" and self.openai_agent.path is None:

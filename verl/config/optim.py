@@ -29,7 +29,7 @@ class OptimConfig(Config):
     min_lr_ratio: float = opt(0.0, "Learning rate at the end of the decay, as a part of lr.", ge=0, le=1)
     num_cycles: float = opt(0.5, "Cosine waves over the decay; 0.5 falls from lr to the minimum once.", gt=0)
     total_training_steps: int | None = opt(
-        None, "Optimizer steps of the whole run; filled by the trainer when not given.", ge=1
+        None, "Optimizer steps of the whole run; filled by the trainer when not given.", ge=1, affects="length"
     )
     lr_decay_steps: int | None = opt(
         None, "Step at which the decay reaches its minimum; not given = total_training_steps.", ge=1

@@ -65,7 +65,7 @@ class PPOConfig(Config):
     reward: RewardConfig = section(RewardConfig, "Functions that score responses.")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "Advantages and KL control.")
     trainer: TrainerConfig = section(TrainerConfig, "The training run.")
-    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "How Ray is started.")
+    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "How Ray is started.", affects="speed")
 
     @property
     def use_critic(self) -> bool:
@@ -104,6 +104,20 @@ class PPOConfig(Config):
         if self.reward_model.implicit:
             roles.append(self.reward_model.checkpoint)
         return any(role.async_save for role in roles)
+
+    def idle_sections(self) -> Iterator[str]:
+        """Dotted paths of the sections that this run does not read."""
+        arr = self.actor_rollout_ref
+        roles: list[tuple[str, str, bool]] = [
+            ("actor_rollout_ref.actor", arr.actor.strategy, True),
+            ("actor_rollout_ref.ref", arr.ref.strategy, self.use_reference_policy),
+            ("critic", self.critic.strategy, self.use_critic),
+            ("reward_model", self.reward_model.strategy, self.reward_model.enable),
+        ]
+        for path, strategy, used in roles:
+            yield f"{path}.{'fsdp_config' if strategy == 'megatron' else 'megatron'}" if used else path
+        if not self.algorithm.use_kl_in_reward:
+            yield "algorithm.kl_ctrl"
 
     def derive(self) -> Iterator[str]:
         """Turn micro-batch sizes over all ranks into sizes per rank; yield those that do not divide.

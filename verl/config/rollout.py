@@ -152,7 +152,7 @@ class CheckpointEngineConfig(Config):
         "over a group of all; disk: through a directory; auto = shared_memory.",
         choices=("auto", "shared_memory", "broadcast", "disk"),
     )
-    directory: str | None = opt(None, "Directory for backend=disk, which all machines see.")
+    directory: str | None = opt(None, "Directory for backend=disk, which all machines see.", affects="place")
 
 
 @dataclass
@@ -169,15 +169,17 @@ class RolloutConfig(Config):
         "'sync': the engine lives in the training workers; 'async': in servers of its own beside them, which serve any "
         "number of callers at the same time.",
         choices=("sync", "async"),
+        affects="speed",
     )
     num_replicas: int | None = opt(
         None,
         "Copies of the policy among the servers of mode=async; not given = as many as the workers have room for.",
         ge=1,
+        affects="speed",
     )
-    server: RolloutServerConfig = section(RolloutServerConfig, "The servers of mode=async.")
+    server: RolloutServerConfig = section(RolloutServerConfig, "The servers of mode=async.", affects="speed")
     checkpoint_engine: CheckpointEngineConfig = section(
-        CheckpointEngineConfig, "How weights get to the servers of mode=async."
+        CheckpointEngineConfig, "How weights get to the servers of mode=async.", affects="speed"
     )
     n: int = opt(1, "Samples per prompt.", ge=1)
     over_sample_rate: float = opt(
@@ -212,12 +214,14 @@ class RolloutConfig(Config):
         choices=DTYPES,
         spellings=DTYPE_SPELLINGS,
     )
-    max_num_seqs: int = opt(1024, "Largest number of sequences generated at once per rank.", ge=1)
+    max_num_seqs: int = opt(1024, "Largest number of sequences generated at once per rank.", ge=1, affects="speed")
     max_model_len: int | None = opt(
         None, "Largest number of prompt and response tokens; not given = prompt_length + response_length.", ge=1
     )
     free_cache_engine: bool = opt(
-        True, "Give the key-value cache, and weights that can be restored, back after every generation phase."
+        True,
+        "Give the key-value cache, and weights that can be restored, back after every generation phase.",
+        affects="speed",
     )
     gpu_memory_utilization: float = opt(
         0.5,
@@ -225,33 +229,41 @@ class RolloutConfig(Config):
         "free memory for the cache, divided over the ranks.",
         gt=0,
         le=1,
+        affects="speed",
     )
     tensor_model_parallel_size: int = opt(
-        1, "Ranks of a machine that generate together with one split copy of the weights (vllm, sglang).", ge=1
+        1,
+        "Ranks of a machine that generate together with one split copy of the weights (vllm, sglang).",
+        ge=1,
+        affects="speed",
     )
     max_num_batched_tokens: int = opt(
         8192,
         "Largest number of tokens in one forward pass; where prompts are not cut into chunks, a whole prompt must fit, "
         "and the limit is raised to max_model_len.",
         ge=1,
+        affects="speed",
     )
     enable_chunked_prefill: bool | None = opt(
         None,
         "Cut long prompts into chunks that run beside others' next tokens (vllm, sglang); not given = yes, except for "
         "vllm on CPUs.",
+        affects="speed",
     )
     enable_prefix_caching: bool | None = opt(
-        None, "Reuse the cache of equal beginnings of prompts (vllm, sglang); not given = yes."
+        None, "Reuse the cache of equal beginnings of prompts (vllm, sglang); not given = yes.", affects="speed"
     )
     enforce_eager: bool | None = opt(
         None,
         "Run without CUDA graphs and compilation; not given = on CPUs only, and always with hf, where False compiles "
         "norms and feed-forward layers.",
+        affects="speed",
     )
     pack_weights: bool | None = opt(
         None,
         "While generating, keep the weights of linear layers a second time, in the order in which the CPU's kernels "
         "read them: up to twice as fast with few sequences, for the memory of the copies (hf); not given = on CPUs.",
+        affects="speed",
     )
     engine_kwargs: EngineKwargsConfig = section(
         EngineKwargsConfig, "Settings of the rollout engine under its own names."
@@ -260,41 +272,52 @@ class RolloutConfig(Config):
         [],
         "Addresses of running SGLang servers (python -m verl.workers.rollout.sglang_server) that generate instead of "
         "servers of the workers' own; worker i uses number i, counted around.",
+        affects="place",
     )
     update_weights_bucket_megabytes: int = opt(
-        512, "Largest piece in which weights that cannot be shared are handed to the rollout engine, in MB.", ge=1
+        512,
+        "Largest piece in which weights that cannot be shared are handed to the rollout engine, in MB.",
+        ge=1,
+        affects="speed",
     )
     lora_merge: bool | None = opt(
         None,
         "Of a policy with low-rank adapters (model.lora_rank), what generation gets: True = weights with the adapters "
         "added, a whole model at every update; False = the base model once and the adapters at every update; not given "
         "= the latter where the engine can.",
+        affects="speed",
     )
     on_unchanged_weights: str = opt(
         "error",
         "When an optimizer step changed none of the weights that the rollout gets: error, warn, or ignore = do not "
         "look (looking reads every weight once).",
         choices=("error", "warn", "ignore"),
+        affects="limit",
     )
     log_prob_micro_batch_size_per_gpu: int | None = opt(
         None,
         "Samples per rank in one forward pass for the old log-probabilities; not given = all at once.",
         ge=1,
         inherits=f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+        affects="speed",
     )
     log_prob_micro_batch_size: int | None = opt(
-        None, "Old form of log_prob_micro_batch_size_per_gpu: samples over all ranks.", ge=1
+        None, "Old form of log_prob_micro_batch_size_per_gpu: samples over all ranks.", ge=1, affects="speed"
     )
     log_prob_use_dynamic_bsz: bool = opt(
-        False, "Fill micro-batches up to log_prob_max_token_len_per_gpu tokens.", inherits=f"{ACTOR}.use_dynamic_bsz"
+        False,
+        "Fill micro-batches up to log_prob_max_token_len_per_gpu tokens.",
+        inherits=f"{ACTOR}.use_dynamic_bsz",
+        affects="speed",
     )
     log_prob_max_token_len_per_gpu: int = opt(
         16384,
         "Tokens per rank in one forward pass with log_prob_use_dynamic_bsz.",
         ge=1,
         inherits=f"{ACTOR}.ppo_max_token_len_per_gpu",
+        affects="speed",
     )
-    val_kwargs: ValKwargsConfig = section(ValKwargsConfig, "Sampling during validation.")
+    val_kwargs: ValKwargsConfig = section(ValKwargsConfig, "Sampling during validation.", affects="report")
     multi_turn: MultiTurnConfig = section(MultiTurnConfig, "How the model talks with tools, users and environments.")
     agent: AgentConfig = section(AgentConfig, "Which agent loop handles a row, and within which limits.")
 

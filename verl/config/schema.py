@@ -24,6 +24,7 @@ class Key:
         default: value without configuration; an interpolation for keys that inherit. ``None`` for sections.
         kind: ``"section"``, ``"leaf"`` or ``"free"`` (a dict with any keys).
         metadata: what :func:`verl.config.base.opt` recorded.
+        affects: one of :data:`verl.config.base.AFFECTS`.
     """
 
     path: str
@@ -32,6 +33,7 @@ class Key:
     default: Any
     kind: str
     metadata: Mapping[str, Any]
+    affects: str = "numbers"
 
     @property
     def type_name(self) -> str:
@@ -50,14 +52,22 @@ def keys_of(schema: type[Config]) -> dict[str, Key]:
     return _KEYS[schema]
 
 
-def _walk(config: Config, prefix: str, inherited: Mapping[str, str]) -> Iterator[Key]:
-    """Yield the keys of ``config``; ``inherited`` maps a key's name (or path below here) to where it inherits from."""
+def _walk(config: Config, prefix: str, inherited: Mapping[str, str], section: str | None = None) -> Iterator[Key]:
+    """Yield the keys of ``config``.
+
+    Args:
+        config: a section.
+        prefix: its dotted path, with a dot at the end.
+        inherited: name of a key (or path below here) -> where it inherits from.
+        section: what keys of the section affect that do not declare it themselves.
+    """
     hints = typing.get_type_hints(type(config))
     for f in dataclasses.fields(config):
         path, value = prefix + f.name, getattr(config, f.name)
+        affects = f.metadata.get("affects") or section
         if isinstance(value, Config):
-            yield Key(path, type(value), False, None, "section", f.metadata)
-            yield from _walk(value, path + ".", _inheritance(value, f, inherited))
+            yield Key(path, type(value), False, None, "section", f.metadata, affects or "numbers")
+            yield from _walk(value, path + ".", _inheritance(value, f, inherited), affects)
             continue
         source = inherited.get(f.name) or f.metadata.get("inherits")
         kind, optional = hints[f.name], False
@@ -65,7 +75,8 @@ def _walk(config: Config, prefix: str, inherited: Mapping[str, str]) -> Iterator
             options = [a for a in typing.get_args(kind) if a is not type(None)]
             optional, kind = len(options) < len(typing.get_args(kind)), options[0]
         free = typing.get_origin(kind) is dict
-        yield Key(path, kind, optional, f"${{{source}}}" if source else value, "free" if free else "leaf", f.metadata)
+        default = f"${{{source}}}" if source else value
+        yield Key(path, kind, optional, default, "free" if free else "leaf", f.metadata, affects or "numbers")
 
 
 def _inheritance(value: Config, f: dataclasses.Field[Any], inherited: Mapping[str, str]) -> dict[str, str]:

@@ -32,17 +32,23 @@ class MultiturnConfig(Config):
 class ExamplesConfig(Config):
     """Examples for training and validation: what every trainer on a fixed data set reads."""
 
-    train_files: list[str] = opt([], "Training files, Parquet or JSONL: one path or a list.")
-    val_files: list[str] = opt([], "Validation files, Parquet or JSONL: one path or a list; empty = no validation.")
+    train_files: list[str] = opt([], "Training files, Parquet or JSONL: one path or a list.", affects="rows")
+    val_files: list[str] = opt(
+        [], "Validation files, Parquet or JSONL: one path or a list; empty = no validation.", affects="report"
+    )
     train_batch_size: int = opt(256, "Examples per optimizer step, over all ranks.", ge=1)
     micro_batch_size_per_gpu: int | None = opt(
-        None, "Examples per rank in one pass; not given = the rank's whole batch.", ge=1
+        None, "Examples per rank in one pass; not given = the rank's whole batch.", ge=1, affects="speed"
     )
-    micro_batch_size: int | None = opt(None, "Old form of micro_batch_size_per_gpu: examples over all ranks.", ge=1)
+    micro_batch_size: int | None = opt(
+        None, "Old form of micro_batch_size_per_gpu: examples over all ranks.", ge=1, affects="speed"
+    )
     use_dynamic_bsz: bool = opt(
-        False, "Fill micro-batches up to max_token_len_per_gpu tokens; micro-batch sizes then play no part."
+        False,
+        "Fill micro-batches up to max_token_len_per_gpu tokens; micro-batch sizes then play no part.",
+        affects="speed",
     )
-    max_token_len_per_gpu: int = opt(8192, "Tokens per rank in one pass with use_dynamic_bsz.", ge=1)
+    max_token_len_per_gpu: int = opt(8192, "Tokens per rank in one pass with use_dynamic_bsz.", ge=1, affects="speed")
     max_length: int = opt(1024, "Longest example, in tokens.", ge=1)
     apply_chat_template_kwargs: dict[str, Any] = opt({}, "Keyword arguments of the tokenizer's chat template.")
     image_key: str = image_key_opt()
@@ -52,8 +58,8 @@ class ExamplesConfig(Config):
     shuffle: bool = opt(True, "Shuffle the examples in every epoch.")
     seed: int | None = opt(None, "Seed of the shuffling; not given = derived from trainer.seed.")
     train_max_samples: int = opt(-1, "Use only this many training examples; -1 = all.", ge=-1)
-    val_max_samples: int = opt(-1, "Use only this many validation examples; -1 = all.", ge=-1)
-    dataloader_num_workers: int = opt(0, "Processes that read examples; 0 = in the trainer.", ge=0)
+    val_max_samples: int = opt(-1, "Use only this many validation examples; -1 = all.", ge=-1, affects="report")
+    dataloader_num_workers: int = opt(0, "Processes that read examples; 0 = in the trainer.", ge=0, affects="speed")
 
     def micro_batch(self) -> MicroBatch:
         """Return how a rank's batch is split."""
@@ -75,6 +81,7 @@ class SFTDataConfig(ExamplesConfig):
         "no_padding",
         "How a micro-batch is laid out: packed without padding, or padded on the right to max_length.",
         choices=("no_padding", "right"),
+        affects="speed",
     )
     prompt_key: str = opt("prompt", "Column with the prompt, text or chat messages.")
     response_key: str = opt("response", "Column with the response text.")
@@ -119,16 +126,23 @@ class SFTTrainerConfig(RunConfig):
     """The fine-tuning run."""
 
     # torchrun says how many processes there are, so a script need not repeat it.
-    nnodes: int = opt(1, "Nodes; under torchrun what it says.", ge=1, inherits="oc.env:GROUP_WORLD_SIZE,1")
+    nnodes: int = opt(
+        1, "Nodes; under torchrun what it says.", ge=1, inherits="oc.env:GROUP_WORLD_SIZE,1", affects="speed"
+    )
     n_gpus_per_node: int = opt(
-        1, "Processes per node; under torchrun what it says.", ge=1, inherits="oc.env:LOCAL_WORLD_SIZE,1"
+        1,
+        "Processes per node; under torchrun what it says.",
+        ge=1,
+        inherits="oc.env:LOCAL_WORLD_SIZE,1",
+        affects="speed",
     )
     checkpoint: CheckpointConfig = section(
         CheckpointConfig,
         "Contents of the checkpoint.",
         save_contents=["model", "optimizer", "extra", "hf_model"],
+        affects="place",
     )
-    nccl_timeout: int = opt(600, "Time limit of a collective operation, in seconds.", ge=1)
+    nccl_timeout: int = opt(600, "Time limit of a collective operation, in seconds.", ge=1, affects="limit")
 
 
 @dataclass
@@ -141,6 +155,10 @@ class FineTuningConfig(Config):
         OptimConfig, "Optimizer.", lr=1e-5, betas=[0.9, 0.95], lr_scheduler_type="cosine", lr_warmup_steps_ratio=0.1
     )
     trainer: SFTTrainerConfig = section(SFTTrainerConfig, "The fine-tuning run.", total_epochs=4)
+
+    def idle_sections(self) -> Iterator[str]:
+        """Dotted paths of the sections that this run does not read."""
+        yield "model.fsdp_config" if self.model.strategy == "megatron" else "model.megatron"
 
     def derive(self) -> Iterator[str]:
         """Turn the micro-batch size over all ranks into one per rank; yield a sentence if it does not divide."""

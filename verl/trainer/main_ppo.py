@@ -18,6 +18,9 @@ from verl.utils.program import exit_code
 from verl.utils.stopping import StopWatch, require_saved
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from verl.checkpoint.manager import CheckpointManager
     from verl.trainer.ppo.placement import Rollout
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.scoring import Scorer
@@ -49,6 +52,7 @@ class TaskRunner:
         Returns:
             False if the run saved and ended before its last step, because of a signal or a deadline.
         """
+        from verl.trainer.run_record import write_record
         from verl.utils.seeding import deterministic
 
         with deterministic(self.config.trainer.deterministic), self._at_end:
@@ -56,6 +60,7 @@ class TaskRunner:
             if self.config.trainer.val_only:
                 trainer.validate_only()
             else:
+                write_record(self.config, trainer.saver.manager)  # not before all that can be wrong is found
                 with self.watch:  # from here on: Ray has handlers of its own when it starts
                     trainer.fit()
             if trainer.stopped:
@@ -110,8 +115,8 @@ class TaskRunner:
             ensure_writable_dir(directory, purpose="directory for samples (trainer.*_data_dir)")
         self.lock_directories()
         checkpoints = CheckpointManager.from_config(trainer)
-        # a resume path that does not exist is told now, not after the models are loaded
-        resumed = checkpoints.find(trainer.resume_mode, trainer.resume_from_path)
+        # a resume path that does not exist, or is another experiment's, is told now, not after the models are loaded
+        resumed = self.open_run(checkpoints, train_loader, val_loader)
         if resumed is not None and resumed.parent == checkpoints.root:  # from elsewhere it is a run of its own
             self.run_ids = load_state(resumed / TRAINER_STATE).get("tracker", {})
         tracker = self.build_tracker(total_steps)
@@ -165,6 +170,17 @@ class TaskRunner:
             "trainer.validation_data_dir": trainer.validation_data_dir,
         }
         self._at_end.enter_context(locked(directories))
+
+    def open_run(self, checkpoints: CheckpointManager, train_loader: Any, val_loader: Any) -> Path | None:
+        """Compare the run with what is in its directory; gives the checkpoint to resume from."""
+        from verl.trainer.run_record import open_run
+
+        trainer = self.config.trainer
+        if trainer.val_only:
+            return checkpoints.find(trainer.resume_mode, trainer.resume_from_path)
+        loaders = {"data.train_files": train_loader, "data.val_files": val_loader}
+        datasets = {key: loader.dataset for key, loader in loaders.items() if loader is not None}
+        return open_run(self.config, trainer, checkpoints, datasets)
 
     @property
     def source_fields(self) -> frozenset[str]:

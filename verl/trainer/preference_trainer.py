@@ -36,6 +36,7 @@ class PreferenceTrainer(SFTTrainer):
     """
 
     config: PreferenceConfig
+    program = "preference"
 
     def __init__(
         self, *, config: PreferenceConfig, engine: TrainEngine, reference: TrainEngine | None, **rest: Any

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from verl.checkpoint.failure import report_failure, score_of
 from verl.checkpoint.manager import CheckpointManager, StagedCheckpoint
 from verl.checkpoint.state import DATALOADER_STATE, TRAINER_STATE, load_state, save_state
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, VerlError
 from verl.utils.background import BackgroundTask
 from verl.utils.distributed import get_world_size
 from verl.workers.engine.base import TrainEngine
@@ -30,19 +30,19 @@ def on_rank_zero(action: Callable[[], T] | None) -> T:
         action: what the first rank does; the others give None or the same. The result must pickle.
 
     Raises:
-        CheckpointError: the action raised one.
+        VerlError: the one that the action raised.
     """
     outcome: list[Any] = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         assert action is not None
         try:
             outcome[0] = action()
-        except CheckpointError as error:
-            outcome[1] = str(error)
+        except VerlError as error:
+            outcome[1] = error
     if get_world_size() > 1:
         dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
-        raise CheckpointError(outcome[1])
+        raise outcome[1]
     return outcome[0]
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.utils.data import Dataset
 
+from verl.checkpoint.final_model import EXPORT_DIR, is_exported, provenance
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.nonfinite import NonfiniteUpdates
 from verl.checkpoint.state import TRAINER_STATE, load_state
@@ -23,8 +23,9 @@ from verl.data import has_images
 from verl.data.loader import ResumableDataLoader, create_dataloader
 from verl.data.sft_dataset import SFTCollator, SFTDataset, check_examples, create_examples
 from verl.trainer.image_checks import engine_problems, model_problems, refuse
-from verl.trainer.sft_saving import SFTSaver
-from verl.utils.distributed import all_reduce_numbers, barrier, get_rank, get_world_size, init_process_group
+from verl.trainer.run_record import open_run, write_record
+from verl.trainer.sft_saving import SFTSaver, on_rank_zero
+from verl.utils.distributed import all_reduce_numbers, get_rank, get_world_size, init_process_group
 from verl.utils.metrics import MetricSet
 from verl.utils.run_lock import locked
 from verl.utils.seeding import derive_seed, deterministic, set_seed
@@ -33,6 +34,7 @@ from verl.utils.timing import StepTimer
 from verl.utils.tokenizer import load_processor, load_tokenizer
 from verl.utils.tracking import Tracking
 from verl.workers.engine.base import MicroBatching, TrainEngine
+from verl.workers.engine.export import export_model
 from verl.workers.losses import sft_loss
 
 if TYPE_CHECKING:
@@ -43,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 Batch = Mapping[str, torch.Tensor]
 Collate = Callable[[list[Any]], Batch]
-EXPORT_DIR = "huggingface"
 
 
 class SFTTrainer:
@@ -62,6 +63,9 @@ class SFTTrainer:
         checkpoints: finds and writes step directories; None on all ranks but the first.
         watch: says when to save and end early.
     """
+
+    #: word of the command ``verl``
+    program: ClassVar[str] = "sft"
 
     def __init__(
         self,
@@ -84,7 +88,9 @@ class SFTTrainer:
         self.micro = MicroBatching(*config.data.micro_batch())
         self.loss: Any = sft_loss()
         self.step = 0
+        self.trained = False  # this process has taken a step
         self.stopped = False  # before the last step, to be started again
+        self.final_model: Path | None = None  # written by this run, or by an earlier start of it
         self.watch = watch or StopWatch()
         self.saver = SFTSaver(config.trainer, engine, checkpoints)
         self.nonfinite = NonfiniteUpdates(config.trainer.on_nonfinite, self.saver.newest, self.saver.restore)
@@ -97,6 +103,7 @@ class SFTTrainer:
         metrics: dict[str, float] = {}
         for batch in self._batches():
             self.step += 1
+            self.trained = True
             timer = StepTimer()
             with timer("step"):
                 metrics = self.train_step(batch)
@@ -120,7 +127,7 @@ class SFTTrainer:
                 break
         self.saver.finish()
         if not self.stopped:
-            self.export()
+            self.final_model = self.export()
         return metrics
 
     def train_step(self, batch: Batch) -> dict[str, float]:
@@ -186,22 +193,19 @@ class SFTTrainer:
         self.step = state["step"]
         logger.info("resuming from %s", path)
 
-    def export(self) -> Path:
-        """Write the model as a Hugging Face directory, ``default_local_dir/huggingface``, replacing an older one."""
+    def export(self) -> Path | None:
+        """Write the model as a Hugging Face directory, ``default_local_dir/huggingface``, replacing an older one.
+
+        Nothing is written without ``trainer.save_final_model``, or when this run and step have written it before.
+        """
+        if not self.config.trainer.save_final_model:
+            return None
         root = Path(self.config.trainer.default_local_dir)
-        staging, final = root / f".{EXPORT_DIR}.new", root / EXPORT_DIR
-        if get_rank() == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-        barrier()
-        self.engine.save(staging, frozenset({"hf_model"}))
-        barrier()
-        if get_rank() == 0:
-            shutil.rmtree(final, ignore_errors=True)
-            (staging / EXPORT_DIR).rename(final)
-            shutil.rmtree(staging)
-            logger.info("the trained model is in %s", final)
-        barrier()
-        return final
+        fingerprint = None if self.saver.manager is None else self.saver.manager.fingerprint
+        origin = provenance(self.program, self.step, fingerprint)
+        if on_rank_zero(lambda: not self.trained and is_exported(root, origin)):
+            return root / EXPORT_DIR
+        return export_model(self.engine, root, origin)
 
 
 @dataclass(frozen=True)
@@ -263,13 +267,18 @@ def build_parts(config: FineTuningConfig, dataset: type[Dataset], collator: Call
         )
 
     train_loader = loader(data.train_files, data.train_max_samples, train=True)
+    val_loader = loader(data.val_files, data.val_max_samples, train=False) if data.val_files else None
+    datasets = {"data.train_files": train_loader.dataset}
+    if val_loader is not None:
+        datasets["data.val_files"] = val_loader.dataset
+    run_ids = on_rank_zero(lambda: _open(config, checkpoints, datasets))
     total_steps = config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs
     return Parts(
         device=device,
         train_loader=train_loader,
-        val_loader=loader(data.val_files, data.val_max_samples, train=False) if data.val_files else None,
+        val_loader=val_loader,
         total_steps=total_steps,
-        tracker=_tracker(config, total_steps, _run_ids(config, checkpoints)) if checkpoints is not None else None,
+        tracker=_tracker(config, total_steps, run_ids) if checkpoints is not None else None,
         checkpoints=checkpoints,
         watch=StopWatch(config.trainer.time_limit_s, config.trainer.esi_redundant_time),
     )
@@ -319,9 +328,12 @@ def build_trainer(config: SFTConfig) -> SFTTrainer:
     return SFTTrainer(config=config, engine=engine, **parts.run)
 
 
-def _run_ids(config: FineTuningConfig, checkpoints: CheckpointManager) -> dict[str, str]:
-    """Ids under which trackers know the run that is continued."""
-    found = checkpoints.find(config.trainer.resume_mode, config.trainer.resume_from_path)
+def _open(
+    config: FineTuningConfig, checkpoints: CheckpointManager | None, datasets: Mapping[str, Any]
+) -> dict[str, str]:
+    """Compare the run with the checkpoint that it resumes from; gives the trackers' run ids."""
+    assert checkpoints is not None
+    found = open_run(config, config.trainer, checkpoints, datasets)
     if found is None or found.parent != checkpoints.root:
         return {}
     return load_state(found / TRAINER_STATE).get("tracker", {})
@@ -361,6 +373,8 @@ def locked_directory(config: FineTuningConfig) -> AbstractContextManager[None]:
 def run(trainer: SFTTrainer) -> dict[str, float] | None:
     """:func:`run_sft` for a trainer that is built."""
     try:
+        if trainer.saver.manager is not None:
+            write_record(trainer.config, trainer.saver.manager)  # not before all that can be wrong is found
         with trainer.watch:
             metrics = trainer.fit()
         if trainer.stopped:

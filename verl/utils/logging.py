@@ -18,7 +18,8 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _URL_USER = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s@:]+:[^/\s@]+@", re.IGNORECASE)  # scheme://name:password@
-_HIDDEN = "***"
+#: stands for a secret
+HIDDEN = "***"
 _MIN_SECRET_LENGTH = 8  # shorter values would blank out ordinary words
 
 
@@ -101,7 +102,7 @@ def redact(value: Any, name: str = "") -> Any:
     if isinstance(value, list | tuple):
         return type(value)(redact(item, name) for item in value) if type(value) in (list, tuple) else value
     if isinstance(value, str) and value and _SECRET_NAME.search(name):
-        return _HIDDEN
+        return HIDDEN
     return without_secrets(value) if isinstance(value, str) else value
 
 
@@ -109,5 +110,5 @@ def without_secrets(text: str) -> str:
     """Hide the values of environment variables whose name says that they are secrets, and passwords in URLs."""
     for name, value in os.environ.items():
         if len(value) >= _MIN_SECRET_LENGTH and _SECRET_NAME.search(name) and value in text:
-            text = text.replace(value, _HIDDEN)
-    return _URL_USER.sub(rf"\1{_HIDDEN}@", text)
+            text = text.replace(value, HIDDEN)
+    return _URL_USER.sub(rf"\1{HIDDEN}@", text)

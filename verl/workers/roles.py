@@ -50,6 +50,7 @@ from verl.utils.seeding import derive_seed, set_seed, use_deterministic_algorith
 from verl.utils.tokenizer import load_tokenizer
 from verl.workers.engine.base import MicroBatching, TrainEngine
 from verl.workers.engine.batching import MINI_BATCH_ROWS
+from verl.workers.engine.export import export_model
 from verl.workers.engine.images import engine_rows, prompt_parts, with_images
 from verl.workers.losses import actor_loss, critic_loss, implicit_reward_model_loss
 from verl.workers.memory import METER
@@ -159,6 +160,16 @@ class RoleWorker(Worker):
         if wait:
             self._saving.wait()
         return self._saving.done()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_model(self, root: str, provenance: dict[str, Any]) -> str:
+        """Write the trained model into ``root/huggingface``; returns that directory. Collective."""
+        self._saving.wait()
+        return str(export_model(self.exported_engine(), Path(root), provenance))
+
+    def exported_engine(self) -> TrainEngine:
+        """The engine whose model :meth:`export_model` writes."""
+        raise ConfigError(f"{type(self).__name__} has no model to export")
 
     def memory_metrics(self, engine: TrainEngine) -> MetricSet:
         """Peak memory of this process so far, the largest over ranks after the merge."""
@@ -483,6 +494,10 @@ class ActorRolloutRefWorker(RoleWorker):
             self._sender.transport = None if link is None else link.sender(most_bytes=self._weight_bytes)
             self._sender_link = name
         return self._sender
+
+    def exported_engine(self) -> TrainEngine:
+        assert self.actor is not None
+        return self.actor
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from verl.algorithms.correction import correct_rollout, mismatch_metrics
 from verl.algorithms.kl import KLController
 from verl.algorithms.registry import get_adv_estimator_fn, make_state
+from verl.checkpoint.final_model import EXPORT_DIR, is_exported, provenance
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.nonfinite import NonfiniteUpdates
 from verl.config import PPOConfig
@@ -113,7 +114,9 @@ class RayPPOTrainer:
         self.actor_loss = actor_loss(config.actor_rollout_ref.actor)
         self.step = 0
         self.rollout_version = 0  # of the weights that the rollout has
+        self.trained = False  # this process has taken a step
         self.stopped = False  # before the last step, to be started again
+        self.final_model: Path | None = None  # written by this run, or by an earlier start of it
         self.watch = watch or StopWatch()
         self.saver = RunSaver(config.trainer, checkpoints, self._saved_groups(), background=config.saves_in_background)
         self.nonfinite = NonfiniteUpdates(config.trainer.on_nonfinite, self.saver.newest, self.saver.restore)
@@ -132,6 +135,7 @@ class RayPPOTrainer:
 
         while self.step < self.total_steps and not self.stopped:
             self.step += 1
+            self.trained = True
             timer = StepTimer()
             with timer("step"):
                 batch, metrics = self.source.next_batch(self.step, timer)  # generates and scores
@@ -170,6 +174,8 @@ class RayPPOTrainer:
             self.tracker.log(metrics, step=self.step)
             self.saver.poll()  # after the record of the step: a run that is resumed from it has that record
         self.saver.finish()
+        if not self.stopped:
+            self.final_model = self.export()
 
     def validate(self) -> dict[str, float]:
         """Metrics of the validation set under the current policy; samples go to the trackers and the dump directory."""
@@ -391,6 +397,19 @@ class RayPPOTrainer:
         if self.estimator_state is not None:
             state["estimator"] = self.estimator_state.state_dict()
         self.saver.save(self.step, state, self.source.state_dict(), metrics)
+
+    def export(self) -> Path | None:
+        """Write the policy as a Hugging Face directory, ``default_local_dir/huggingface``, replacing an older one.
+
+        Nothing is written without ``trainer.save_final_model``, or when this run and step have written it before.
+        """
+        if not self.config.trainer.save_final_model:
+            return None
+        manager = self.saver.manager
+        origin = provenance("train", self.step, manager.fingerprint)
+        if not self.trained and is_exported(manager.root, origin):
+            return manager.root / EXPORT_DIR
+        return Path(_first(self.actor_rollout.export_model(str(manager.root), origin)))
 
     def load_checkpoint(self) -> None:
         """Continue from the checkpoint that ``trainer.resume_mode`` selects, if there is one."""
