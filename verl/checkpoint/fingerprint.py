@@ -135,7 +135,7 @@ class Fingerprint:
             if sorted(old.values()) == sorted(digests.values()):
                 continue
             source = str(key.default)[2:-1] if str(key.default).startswith("${") else None
-            if source in self.contents and self.contents[source] == digests:
+            if source is not None and self.contents.get(source) == digests:
                 continue  # the same directory under another key
             names = sorted(name for name in {*old, *digests} if old.get(name) != digests.get(name))
             what = ", ".join(_change(name, old.get(name), digests.get(name)) for name in names[:4])

@@ -37,7 +37,7 @@ class RunConfig(Config):
     )
     default_local_dir: str = opt(
         "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
-        "Directory of the checkpoints.",
+        "Directory of the run: checkpoints, the final model, the record of what ran.",
         affects="place",
     )
     resume_mode: str = opt(
