@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import verl
+from verl.utils.output import guard_streams
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the words after ``verl``; by default those of the process.
     """
+    guard_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(usage() + "\n")

@@ -47,6 +47,10 @@ class TrainingError(VerlError, RuntimeError):
     """Training cannot go on with the numbers that it has, such as a loss that is not finite."""
 
 
+class OutputError(VerlError, RuntimeError):
+    """What a program was asked to print could not be written."""
+
+
 class CheckpointError(VerlError, RuntimeError):
     """A checkpoint could not be written or read."""
 

@@ -37,8 +37,7 @@ from verl.models.loading import (
 )
 from verl.models.lora import is_adapter_name, merged, read_adapter
 from verl.utils.fs import directory_bytes, ensure_writable_dir, fsync_tree
-from verl.utils.logging import setup_logging
-from verl.utils.program import exit_code
+from verl.utils.program import exit_code, start_program
 from verl.utils.registry import Registry
 from verl.workers.engine.state import ADAPTER_DIR, copy_companions, read_marker
 
@@ -263,7 +262,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line: exit code 0 when done, 1 for a failure or a difference, 2 for bad arguments."""
-    setup_logging()
+    start_program()
     arguments = parser().parse_args(argv)
     options = {"backend": arguments.backend, "base_model": arguments.base_model}
 

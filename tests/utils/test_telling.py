@@ -42,7 +42,9 @@ def test_a_failure_is_reported_once_and_counted(error: BaseException, messages: 
     assert guard.failed
     assert boundary.metrics() == {"tracking/failures": 3, "tracking/failures/traces": 3}
     assert len(messages) == 1
-    assert messages[0].startswith(f"writing to /x failed: {describe(error)}; the run continues")
+    assert messages[0].startswith(f"writing to /x failed: {describe(error)}")
+    assert "the run continues, and tracking/failures/traces counts such losses" in messages[0]
+    assert (__file__ in messages[0]) == (not isinstance(error, OSError))
     boundary.summarize()
     assert messages[1:] == ["traces: 3 records or values of this run are lost"]
 

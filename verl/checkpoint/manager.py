@@ -35,6 +35,7 @@ from verl.utils.fs import (
     fsync_tree,
     write_error,
 )
+from verl.utils.json_text import dumps_json
 
 if TYPE_CHECKING:
     from verl.checkpoint.fingerprint import Fingerprint
@@ -227,7 +228,7 @@ class CheckpointManager:
             parts = sorted(entry.name for entry in staged.path.iterdir() if entry.is_dir())
             marker = {**info, "step": staged.step, "parts": parts}
             write_checksums(staged.path, leave_out=[MARKER_FILE])
-            (staged.path / MARKER_FILE).write_text(json.dumps(marker, indent=2, sort_keys=True) + "\n", "utf-8")
+            (staged.path / MARKER_FILE).write_text(dumps_json(marker, indent=2, sort_keys=True) + "\n", "utf-8")
             fsync_tree(staged.path)
             replaced = None
             if final.exists():  # the step was saved before: resumed from an earlier one, or saved twice

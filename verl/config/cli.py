@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 from verl.config.base import Config, to_dict
 from verl.config.load import load_config
 from verl.config.schema import keys_of
-from verl.errors import ConfigError
+from verl.errors import ConfigError, OutputError
+from verl.utils.output import guard_streams, write_result
 
 R = TypeVar("R", bound=Config)
 
@@ -85,10 +86,11 @@ def parse_cli(schema: type[R], config_name: str, argv: Sequence[str] | None = No
         config_name: the preset when ``--config-name`` is not given.
         argv: words of the command line; ``None`` = ``sys.argv[1:]``.
     """
+    guard_streams()
     try:
         arguments = split_argv(sys.argv[1:] if argv is None else argv)
         if "help" in arguments.flags:
-            sys.stdout.write(help_text(schema, config_name) + "\n")
+            write_result(help_text(schema, config_name) + "\n")
             sys.exit(0)
         options = arguments.options
         if options.get("cfg", "job") not in ("job", "all"):
@@ -101,11 +103,14 @@ def parse_cli(schema: type[R], config_name: str, argv: Sequence[str] | None = No
             config_dir=options.get("config_dir"),
         )
         if "cfg" in options:
-            sys.stdout.write(_yaml_of(config, options.get("package")))
+            write_result(_yaml_of(config, options.get("package")))
             sys.exit(0)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
+    except OutputError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(1)
     return config
 
 

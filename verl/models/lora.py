@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from verl.errors import CheckpointError, ConfigError
+from verl.utils.json_text import dumps_json
 from verl.utils.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -266,7 +267,7 @@ def save_adapter(tensors: Mapping[str, Tensor], settings: LoraSettings, base_mod
         "target_modules": sorted({name.rpartition(".")[0] for name in tensors if is_adapter_name(name)}),
         "inference_mode": True,
     }
-    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    (directory / ADAPTER_CONFIG).write_text(dumps_json(config, indent=2) + "\n", "utf-8")
     stored = {
         f"{_PREFIX}{name}.weight": tensor.contiguous() for name, tensor in tensors.items() if is_adapter_name(name)
     }

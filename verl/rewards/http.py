@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.errors import RewardError
+from verl.utils.json_text import dumps_json
 
 _AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _FIRST_WAIT_S = 0.5
@@ -33,7 +34,7 @@ def post_json(
     Raises:
         RewardError: no usable answer after all tries, or the server refuses the request.
     """
-    body = json.dumps(payload).encode()
+    body = dumps_json(payload, ascii_only=True).encode()
     wait = first_wait_s
     for attempt in range(max_retries + 1):
         request = urllib.request.Request(

@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from verl.errors import ConfigError, VerlError
+from verl.utils.fs import ensure_writable_dir, write_error
+from verl.utils.output import guard_streams, write_result
 
 _DESCRIPTION = """\
 Without --model: run every registered advantage estimator and loss through the training engine on a tiny model, cut in
@@ -110,12 +114,15 @@ def _check_mode(options: argparse.Namespace) -> None:
 
 def main() -> int:
     """Run the command line; 0 if all is well, 1 if a check failed, 2 if it could not run."""
+    guard_streams()
     options = parser().parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         _check_mode(options)
+        if options.json and not options.list:  # before the checks, which take minutes
+            ensure_writable_dir(options.json.expanduser().absolute().parent, purpose="directory of --json")
         if options.list:
-            sys.stdout.write(_listing(options))
+            write_result(_listing(options))
             return 0
         return _certify(options) if options.model is not None else _run(options)
     except VerlError as error:
@@ -134,12 +141,12 @@ def _run(options: argparse.Namespace) -> int:
         only=options.only,
         bugs=options.plant,
     )
-    if options.json:
-        report.write_json(options.json)
     if not report.findings:
         sys.stderr.write(f"verl selftest: no row matches {', '.join(options.only)}; --list shows them\n")
         return 2
-    sys.stdout.write(report.text() + "\n")
+    write_result(report.text() + "\n")
+    if options.json:
+        _write(report.write_json, options.json)
     return 0 if report.ok else 1
 
 
@@ -160,10 +167,17 @@ def _certify(options: argparse.Namespace) -> int:
         faults=options.plant,
         trust_remote_code=options.trust_remote_code,
     )
+    write_result(certificate.text() + "\n")
     if options.json:
-        certificate.write_json(options.json, hashes=not options.no_hashes)
-    sys.stdout.write(certificate.text() + "\n")
+        _write(partial(certificate.write_json, hashes=not options.no_hashes), options.json)
     return certificate.exit_code
+
+
+def _write(write: Callable[[Path], None], path: Path) -> None:
+    try:
+        write(path)
+    except OSError as error:
+        raise write_error(error, path, "--json") from error
 
 
 def _listing(options: argparse.Namespace) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from verl.selftest.checks import FIRST_STEP, LAWS, REFERENCE, Finding
 from verl.selftest.compare import ALLOWANCES, FLOOR, GRADIENT_FLOOR, TOLERANCE, Allowance
 from verl.selftest.cuts import COLUMNS, DYNAMIC, MICRO, ORDER, OUTSIDE, PADDED
+from verl.utils.json_text import write_json
 
 _FIRST_COLUMNS = (REFERENCE, MICRO, DYNAMIC, PADDED, COLUMNS, ORDER, OUTSIDE)
 _LAST_COLUMNS = (FIRST_STEP, LAWS)
@@ -103,7 +103,7 @@ class Report:
             for f in self.findings
         ]
         document = {"ok": self.ok, "seconds": round(self.seconds, 1), "notes": self.notes, "findings": rows}
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(path, document)
 
 
 def describe(finding: Finding) -> str:

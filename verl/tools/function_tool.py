@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 import types
 import typing
@@ -14,6 +13,7 @@ from verl.errors import ConfigError
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.threads import run_in_thread
+from verl.utils.json_text import dumps_json
 
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
@@ -162,5 +162,5 @@ def _as_answer(result: Any) -> tuple[ToolResponse, float | None, dict[str, Any]]
         return result, None, {}
     if isinstance(result, bytes | bytearray):
         return ToolResponse.model_construct(text=bytes(result)), None, {}  # type: ignore[arg-type]
-    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+    text = result if isinstance(result, str) else dumps_json(result)
     return ToolResponse(text=text), None, {}

@@ -8,7 +8,6 @@ For each data source: the mean score and the unbiased pass@k, with bootstrap con
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -21,8 +20,9 @@ from verl.config.cli import parse_cli
 from verl.config.generation import EvalConfig, MetricsConfig
 from verl.errors import ConfigError, RewardError
 from verl.utils.fs import atomic_write_text, ensure_writable_dir
-from verl.utils.logging import setup_logging
-from verl.utils.program import exit_code
+from verl.utils.json_text import dumps_json, write_json
+from verl.utils.output import write_result
+from verl.utils.program import exit_code, start_program
 
 if TYPE_CHECKING:
     from verl.data.files import Rows
@@ -56,7 +56,7 @@ def evaluate(config: EvalConfig) -> Result:
     scores, passed = _score(calls, owners, rows, config)
     if data.scores_path:
         lines = (
-            json.dumps({"row": row, "data_source": call["data_source"], "score": score}) + "\n"
+            dumps_json({"row": row, "data_source": call["data_source"], "score": score}) + "\n"
             for row, call, score in zip(owners, calls, scores, strict=True)
         )
         atomic_write_text(data.scores_path, "".join(lines))
@@ -75,7 +75,7 @@ def evaluate(config: EvalConfig) -> Result:
         for source, prompts in groups.items()
     }
     if data.output_path:
-        atomic_write_text(data.output_path, json.dumps(result, indent=2) + "\n")
+        write_json(data.output_path, result, indent=2)
     return result
 
 
@@ -202,14 +202,17 @@ def table(result: Result, confidence: float) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line: exit code 0 when done, 2 for a bad configuration or bad input, 1 for a failure."""
-    setup_logging()
+    start_program()
     config = parse_cli(EvalConfig, "evaluation", argv)
 
     def work() -> bool:
         result = evaluate(config)
-        sys.stdout.write(table(result, config.metrics.confidence))
+        shown = table(result, config.metrics.confidence)
         if config.data.output_path:
+            sys.stdout.write(shown)
             logger.info("the result is in %s", Path(config.data.output_path))
+        else:
+            write_result(shown)
         return True
 
     return exit_code(work)

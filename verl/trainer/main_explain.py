@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from verl.config import PPOConfig, parse_cli
-from verl.utils.program import exit_code
+from verl.utils.output import write_result
+from verl.utils.program import exit_code, start_program
 
 USAGE = """usage: verl explain memory [key=value ...]
 
@@ -21,6 +22,7 @@ Keys are those of verl train; trainer.device=cuda predicts for GPUs on a machine
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the explanation and return the exit code."""
+    start_program()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
@@ -37,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> bool:
         kind = device if device in ("cpu", "cuda") else resolve_device(device)
-        sys.stdout.write(table(predict(config, kind)) + "\n")
+        write_result(table(predict(config, kind)) + "\n")
         return True
 
     return exit_code(work)

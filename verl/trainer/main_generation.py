@@ -8,7 +8,6 @@ whole batch. A response depends on the seed, the prompt's row and its number alo
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import shutil
@@ -24,8 +23,9 @@ from verl.config.cli import parse_cli
 from verl.config.generation import GenerationConfig
 from verl.errors import ConfigError, DataError
 from verl.utils.fs import atomic_write_text, ensure_writable_dir
-from verl.utils.logging import redact, setup_logging
-from verl.utils.program import exit_code
+from verl.utils.json_text import dumps_json
+from verl.utils.logging import redact
+from verl.utils.program import exit_code, start_program
 from verl.utils.run_lock import locked
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ class Generator:
             values["trainer"].pop(key)
         rows = self.rows.fingerprint(range(self.count))
         values = redact({**values, "ray_kwargs": None, "rows": self.count, "rows_sha256": rows})
-        settings = json.dumps(values, indent=1, sort_keys=True, default=str)
+        settings = dumps_json(values, indent=1, sort_keys=True)
         path = self.parts / SETTINGS
         if not path.exists():
             atomic_write_text(path, settings)
@@ -239,7 +239,7 @@ class Generator:
         return self.parts / f"{start:09d}.jsonl"
 
     def _write_part(self, start: int, answers: list[dict[str, Any]]) -> None:
-        lines = (json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
+        lines = (dumps_json(answer) + "\n" for answer in answers)
         atomic_write_text(self._part(start), "".join(lines))
 
     def _join(self) -> None:
@@ -253,7 +253,7 @@ class Generator:
         key = self.config.data.response_key
         rows = [self.rows[a["row"]] | {key: a["responses"], LENGTHS: a[LENGTHS]} for a in answers]
         if self.output.suffix == ".jsonl":
-            text = "".join(json.dumps(row, ensure_ascii=False, default=_as_json) + "\n" for row in rows)
+            text = "".join(dumps_json(row) + "\n" for row in rows)
             atomic_write_text(self.output, text)
         else:
             self._write_parquet(rows)
@@ -276,13 +276,6 @@ class Generator:
             pq.write_table(table, handle)
 
 
-def _as_json(value: Any) -> str:
-    """A value that JSON does not know; bytes, of images for example, as an address that readers of images take."""
-    if isinstance(value, bytes):
-        return f"data:application/octet-stream;base64,{base64.b64encode(value).decode()}"
-    return str(value)
-
-
 def run_generation(config: GenerationConfig) -> Path:
     """Answer every prompt; returns the output's path."""
     config.check_files()
@@ -291,7 +284,7 @@ def run_generation(config: GenerationConfig) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line: exit code 0 when done, 2 for a bad configuration or bad input, 1 for a failure."""
-    setup_logging()
+    start_program()
     config = parse_cli(GenerationConfig, "generation", argv)
 
     def work() -> bool:

@@ -13,8 +13,7 @@ from verl.config import PPOConfig
 from verl.config.base import seal
 from verl.config.cli import parse_cli
 from verl.errors import ConfigError, LostProcessError, WorkerError
-from verl.utils.logging import setup_logging
-from verl.utils.program import exit_code
+from verl.utils.program import exit_code, start_program
 from verl.utils.stopping import StopWatch, require_saved
 
 if TYPE_CHECKING:
@@ -111,8 +110,9 @@ class TaskRunner:
         check_data_sources(config, reward_fn, datasets)
         batches = 0 if train_loader is None else len(train_loader)
         total_steps = steps_in_run(batches, trainer.total_epochs, trainer.total_training_steps)
-        for directory in filter(None, (trainer.rollout_data_dir, trainer.validation_data_dir)):
-            ensure_writable_dir(directory, purpose="directory for samples (trainer.*_data_dir)")
+        for key in ("rollout_data_dir", "validation_data_dir"):
+            if directory := getattr(trainer, key):
+                ensure_writable_dir(directory, purpose=f"directory for samples, trainer.{key}")
         self.lock_directories()
         checkpoints = CheckpointManager.from_config(trainer)
         # a resume path that does not exist, or is another experiment's, is told now, not after the models are loaded
@@ -362,7 +362,7 @@ def main(argv: list[str] | None = None) -> int:
 
     75 is the code of a run that saved and ended early, on SIGTERM or before a deadline: starting it again goes on.
     """
-    setup_logging()
+    start_program()
     config = parse_cli(PPOConfig, "ppo_trainer", argv)
     return exit_code(lambda: run_ppo(config))
 

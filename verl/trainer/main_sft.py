@@ -10,8 +10,7 @@ from typing import TypeVar
 from verl.config import FineTuningConfig, SFTConfig
 from verl.config.cli import parse_cli
 from verl.errors import ConfigError
-from verl.utils.logging import setup_logging
-from verl.utils.program import exit_code
+from verl.utils.program import exit_code, start_program
 
 R = TypeVar("R", bound=FineTuningConfig)
 
@@ -46,7 +45,7 @@ def run_command(
         argv: the words of the command line; by default those of the process.
         module: of the entry point, for messages.
     """
-    setup_logging()
+    start_program()
     words = list(sys.argv[1:] if argv is None else argv)
     config = parse_cli(schema, preset, [*processes_started(words), *words])
 

@@ -15,6 +15,7 @@ import select
 import sys
 from typing import IO, TextIO, cast
 
+from verl.errors import OutputError
 from verl.utils.telling import BOUNDARY, describe
 
 #: how long a stream that another program has made non-blocking may stay full
@@ -42,14 +43,28 @@ def guard_streams() -> None:
             setattr(sys, name, _guarded(stream, "console" if name == "stdout" else "log"))
 
 
-def lost_result() -> str | None:
-    """Why a part of standard output could not be written, though its reader was there; for results of a program."""
+def write_result(text: str) -> None:
+    """Write to standard output what the program was asked for, such as a table or the configuration.
+
+    A reader that leaves early has what it wanted.
+
+    Raises:
+        OutputError: a part was not written, for lack of space for example.
+    """
     buffer = getattr(sys.stdout, "buffer", None)
     raw = getattr(buffer, "raw", buffer)
-    if not isinstance(raw, _Tolerant):
-        return None
-    sys.stdout.flush()
-    return None if raw.error is None or raw.error.errno in _GONE else describe(raw.error)
+    tolerant = raw if isinstance(raw, _Tolerant) else None
+    if tolerant is not None:
+        sys.stdout.flush()
+        tolerant.error, tolerant.silent = None, True
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    finally:
+        if tolerant is not None:
+            tolerant.silent = False
+    if tolerant is not None and tolerant.error is not None and tolerant.error.errno not in _GONE:
+        raise OutputError(f"the result cannot be written to standard output: {describe(tolerant.error)}")
 
 
 def fitting(text: str, encoding: str | None) -> str:
@@ -137,6 +152,7 @@ class _Tolerant(io.RawIOBase):
         self._raw = raw
         self._destination = destination
         self.error: OSError | None = None  # the first one
+        self.silent = destination == "log"  # standard error is where the log goes, as a rule
 
     @property
     def name(self) -> object:
@@ -171,10 +187,8 @@ class _Tolerant(io.RawIOBase):
         self.error = self.error or error
         if error.errno in _GONE and not self._raw.closed:
             _open_null_at(self._raw.fileno())  # native code and child processes write there too
-        # the log is standard error, as a rule
-        silent = self._destination == "log"
-        where = "standard error" if silent else "standard output"
-        BOUNDARY.lose(self._destination, f"{where} takes no more text ({error})", silent=silent)
+        where = "standard error" if self._destination == "log" else "standard output"
+        BOUNDARY.lose(self._destination, f"{where} takes no more text ({error})", silent=self.silent)
 
     def fileno(self) -> int:
         """Of the file."""

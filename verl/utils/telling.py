@@ -17,7 +17,7 @@ from verl.errors import VerlError
 logger = logging.getLogger(__name__)
 
 _MAX_WARNINGS = 100  # kinds of losses that are remembered as reported
-#: failures whose sentence says enough; others come with their traceback
+#: failures whose sentence says enough; of others it is said where they were raised
 _PLAIN_FAILURES = (OSError, VerlError)
 
 
@@ -61,15 +61,15 @@ class Boundary:
             kind: losses of one destination and kind are reported once.
             count: how many records or values are lost.
             silent: only count, because the log itself is what failed.
-            error: whose traceback belongs into the log.
+            error: whose traceback is logged at level DEBUG.
         """
         self._lost[destination] += count
         if silent or (destination, kind) in self._reported or len(self._reported) >= _MAX_WARNINGS:
             return
         self._reported.add((destination, kind))
-        logger.warning(
-            "%s; the run continues, and tracking/failures/%s counts such losses", sentence, destination, exc_info=error
-        )
+        logger.warning("%s; the run continues, and tracking/failures/%s counts such losses", sentence, destination)
+        if error is not None:
+            logger.debug("the traceback of this loss:", exc_info=error)
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -116,13 +116,10 @@ class Guard:
         if error is None or not is_failure(error):
             return False
         self.failed = True
-        plain = isinstance(error, _PLAIN_FAILURES)
-        self._boundary.lose(
-            self._destination,
-            f"{self._subject} failed: {describe(error)}",
-            kind=type(error).__name__,
-            error=None if plain else error,
-        )
+        sentence = f"{self._subject} failed: {describe(error)}"
+        if not isinstance(error, _PLAIN_FAILURES):
+            sentence += _raised_at(error)
+        self._boundary.lose(self._destination, sentence, kind=type(error).__name__, error=error)
         return True
 
 
@@ -146,6 +143,14 @@ def describe(error: BaseException) -> str:
     if isinstance(error, OSError | VerlError) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _raised_at(error: BaseException) -> str:
+    """The line of code that raised it, or what it was made of, in another thread for example."""
+    trace = (error.__cause__ or error).__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else f" ({trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno})"
 
 
 def _raised_by_signal(error: BaseException) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import platform
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import verl
 from verl.selftest.certificate.outcome import Measure, Tolerances, Verdict
 from verl.selftest.certificate.subject import file_hashes
+from verl.utils.json_text import write_json
 
 #: of the JSON document; it grows when a reader must know of a change
 FORMAT = 1
@@ -161,7 +161,7 @@ class Certificate:
     def write_json(self, path: Path, *, hashes: bool = True) -> None:
         """Write :meth:`document`."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.document(hashes=hashes), indent=1) + "\n", "utf-8")
+        write_json(path, self.document(hashes=hashes))
 
 
 def describe(measure: Measure) -> str:

@@ -9,7 +9,6 @@ only what trains, and ``lora_adapter/`` the adapters in PEFT's format.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from verl.checkpoint.plain import check_plain
 from verl.errors import CheckpointError
 from verl.models.loading import quiet_transformers, resolve_model_dir
 from verl.models.lora import save_adapter
+from verl.utils.json_text import dumps_json
 from verl.utils.seeding import plain_rng_state
 from verl.workers.engine.megatron_optim import inner_optimizers, materialise
 from verl.workers.engine.megatron_parallel import construction
@@ -69,7 +69,7 @@ def save(engine: MegatronEngine, path: Path, contents: frozenset[str]) -> None:
             torch.save(plain_rng_state(), path / "extra" / f"rng_rank_{rank}.pt")
             if rank == 0:
                 counters = {"step": engine.step, "lr_step": engine.lr_step}
-                (path / "extra" / "counters.json").write_text(json.dumps(counters))
+                (path / "extra" / "counters.json").write_text(dumps_json(counters))
         if rank == 0:
             target = path / "huggingface"
             target.mkdir(exist_ok=True)
@@ -108,7 +108,7 @@ def save(engine: MegatronEngine, path: Path, contents: frozenset[str]) -> None:
                 "lora": lora_marker(engine),
                 "distributed_optimizer": engine.megatron_config.use_distributed_optimizer,
             }
-            (path / MARKER).write_text(json.dumps(marker, indent=1))
+            (path / MARKER).write_text(dumps_json(marker, indent=1))
 
     on_all_ranks(world, f"finish {path}", finish)
 

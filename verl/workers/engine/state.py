@@ -37,6 +37,7 @@ from verl.models.loading import quiet_transformers, resolve_model_dir
 from verl.models.lora import LoraSettings, is_adapter_name, save_adapter
 from verl.utils.background import BackgroundTask
 from verl.utils.fs import format_bytes, free_bytes
+from verl.utils.json_text import dumps_json
 from verl.utils.seeding import plain_rng_state, set_plain_rng_state
 from verl.workers.engine.sharding import whole_tensor
 
@@ -195,7 +196,7 @@ def write(snapshot: Snapshot, path: Path, group: dist.ProcessGroup | None = None
             (path / "extra").mkdir(exist_ok=True)
             torch.save(snapshot.rng, path / "extra" / f"rng_rank_{rank}.pt")
             if rank == 0:
-                (path / "extra" / "counters.json").write_text(json.dumps(snapshot.counters))
+                (path / "extra" / "counters.json").write_text(dumps_json(snapshot.counters))
         if rank == 0:
             target = path / "huggingface"
             target.mkdir(exist_ok=True)
@@ -217,7 +218,7 @@ def write(snapshot: Snapshot, path: Path, group: dist.ProcessGroup | None = None
                     snapshot.export.save_pretrained(path / "huggingface", state_dict=snapshot.whole)
             if snapshot.lora is not None and snapshot.adapter:
                 save_adapter(snapshot.adapter, snapshot.lora, snapshot.base_model, path / ADAPTER_DIR)
-            (path / MARKER).write_text(json.dumps(snapshot.marker, indent=1))
+            (path / MARKER).write_text(dumps_json(snapshot.marker, indent=1))
 
     on_all_ranks(world, f"finish {path}", finish, group)
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from verl.errors import ConfigError, ReplicaError, RolloutError
 from verl.tools.parsers import PARSERS, BrokenCall, ToolCall, ToolParser, length_before
+from verl.utils.json_text import dumps_json
 from verl.utils.tokenizer import text_without_specials
 from verl.workers.rollout.base import Completion, GenerationRequest
 from verl.workers.rollout.openai_protocol import (
@@ -413,7 +414,7 @@ class ChatBody:
             {
                 "id": f"call_{uuid.uuid4().hex[:24]}",
                 "type": "function",
-                "function": {"name": item.name, "arguments": json.dumps(item.arguments, ensure_ascii=False)},
+                "function": {"name": item.name, "arguments": dumps_json(item.arguments)},
             }
             for item in turn.calls
             if isinstance(item, ToolCall)
@@ -479,7 +480,7 @@ def errors_as_json(web: Any) -> Any:
 
 async def send_event(response: Any, data: dict[str, Any]) -> None:
     """Write one server-sent event."""
-    await response.write(b"data: " + json.dumps(data).encode() + b"\n\n")
+    await response.write(b"data: " + dumps_json(data, ascii_only=True).encode() + b"\n\n")
 
 
 def aiohttp_web() -> Any:
