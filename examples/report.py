@@ -14,7 +14,7 @@ Rows = list[dict[str, Any]]
 
 def read_metrics(path: Path) -> Rows:
     """The rows of a JSONL metrics file, each ``{"step": int, "data": {name: number}}``."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line.strip()]
 
 
 def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:

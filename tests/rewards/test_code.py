@@ -93,6 +93,11 @@ def test_functions() -> None:
     assert code.compute_score(block("def f(x): return {'a': [1.0, None], 'b': 1}"), nested)["score"] == 0.0
 
 
+def test_only_a_line_feed_separates_arguments() -> None:
+    truth = {"fn_name": "add", "inputs": ['"a\u2028b"\r\n"c\x85d"'], "outputs": ["a\u2028bc\x85d"]}
+    assert code.compute_score(block("def add(a, b): return a + b"), truth)["score"] == 1.0
+
+
 def test_assertions() -> None:
     good, bad = block("def f(x): return x + 1"), block("def f(x): return 2")
     for truth in ({"assert_case": ["assert f(1) == 2", "assert f(2) == 3"]}, ["assert f(1) == 2", "assert f(2) == 3"]):

@@ -150,13 +150,13 @@ def test_references_are_checked_for_all_rows(tmp_path: Path) -> None:
         check_data_sources(chosen, load_reward_manager(chosen, tokenizer), [dataset])
     _, one, two = str(raised.value).splitlines()
     assert (
-        "train.parquet, row 1, columns 'data_source' and 'reward_model': data_source='gsm8k': ground_truth=None: the reference is missing"
-        in one
-    )
+        "train.parquet, row 1, columns 'data_source' and 'reward_model': "
+        "data_source='gsm8k': ground_truth=None: the reference is missing"
+    ) in one
     assert (
-        "train.parquet, row 3, columns 'data_source' and 'reward_model': data_source='gsm8k': ground_truth=nan: the reference is missing"
-        in two
-    )
+        "train.parquet, row 3, columns 'data_source' and 'reward_model': "
+        "data_source='gsm8k': ground_truth=nan: the reference is missing"
+    ) in two
 
 
 def test_a_language_model_is_no_reward_model(tiny_model_dir: str, tmp_path: Path) -> None:

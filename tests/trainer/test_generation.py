@@ -108,6 +108,81 @@ def test_it_goes_on_after_the_last_whole_batch(
         run_generation(config(*keys))
 
 
+LINES = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\rh\r\ni\nj"
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_answers_with_other_ends_of_lines_are_joined_and_evaluated(
+    tiny_model_dir: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    answer = Generator._answer
+
+    def with_lines(self: Generator, rollout: Any, numbers: range) -> Any:
+        return [{**row, "responses": [LINES, "x"]} for row in answer(self, rollout, numbers)]
+
+    monkeypatch.setattr(Generator, "_answer", with_lines)
+    output = tmp_path / f"a{suffix}"
+    run_generation(config(tiny_model_dir, prompts, output))
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        f"    return float(solution_str == {LINES!r})\n"
+    )
+    keys = [f"data.path={output}", f"custom_reward_function.path={tmp_path / 'reward.py'}"]
+    result = evaluate(load_config(EvalConfig, "evaluation", keys))
+    assert result["all"]["responses"] == 14
+    assert result["all"]["score"]["mean"] == 0.5
+
+
+def test_other_rows_are_not_mixed_with_answers_of_before(
+    tiny_model_dir: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_the_second_batch(monkeypatch)
+    keys = (tiny_model_dir, prompts, tmp_path / "a.jsonl")
+    with pytest.raises(KeyboardInterrupt):
+        run_generation(config(*keys))
+    rows = pq.read_table(prompts).to_pylist()
+    pq.write_table(pa.Table.from_pylist(rows[::-1]), prompts)
+    with pytest.raises(ConfigError, match="holds batches of another configuration or data set"):
+        run_generation(config(*keys))
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changed = config(tiny_model_dir, str(tmp_path / "prompts.jsonl"), tmp_path / "a.jsonl")
+    with pytest.raises(ConfigError, match="holds batches of another configuration"):  # the path is one
+        run_generation(changed)
+
+
+def test_all_bad_prompts_are_named_before_a_model_is_loaded(prompts: str, tiny_model_dir: str, tmp_path: Path) -> None:
+    rows = [{"prompt": "q"}, {"prompt": 3}, {"prompt": "long " * 20}, {"prompt": "\ud83d"}]
+    (tmp_path / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match="3 problems") as caught:
+        run_generation(config(tiny_model_dir, str(tmp_path / "bad.jsonl"), tmp_path / "a.jsonl"))
+    for words in ("line 2, column 'prompt'", "line 3, column 'prompt'", "line 4, column 'prompt'"):
+        assert words in str(caught.value)
+    (tmp_path / "twice.jsonl").write_text('{"prompt": "q", "responses": ["kept"]}\n')
+    with pytest.raises(DataError, match="has a column 'responses' already.*data.response_key"):
+        run_generation(config(tiny_model_dir, str(tmp_path / "twice.jsonl"), tmp_path / "a.jsonl"))
+    assert not list(tmp_path.glob(".a.parts"))
+
+
+def test_all_bad_rows_of_an_evaluation_are_named(tmp_path: Path) -> None:
+    rows = [
+        {"data_source": "a", "responses": "x", "reward_model": '{"ground_truth": "1"}'},
+        {"data_source": "a", "responses": [], "reward_model": {"ground_truth": "1"}, "extra_info": "no"},
+        {"data_source": "a", "responses": "x", "reward_model": {"ground_truth": None}},
+        {"data_source": ["a"], "responses": "x", "reward_model": "1"},
+    ]
+    (tmp_path / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match="5 problems") as caught:
+        evaluate(load_config(EvalConfig, "evaluation", [f"data.path={tmp_path / 'bad.jsonl'}"]))
+    for words in (
+        "line 2, column 'responses' is [] (list); expected a text",
+        "line 2, column 'extra_info' is 'no'",
+        "line 3, column 'reward_model' has no 'ground_truth'",
+        "line 4, column 'data_source'",
+        "line 4, column 'reward_model'",
+    ):
+        assert words in str(caught.value)
+
+
 def test_bad_input_is_named(tiny_model_dir: str, prompts: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"prompts\.parquet, row 0, column 'prompt': the prompt has \d+ tokens"):
         run_generation(config(tiny_model_dir, prompts, tmp_path / "a.jsonl", "data.max_prompt_length=3"))

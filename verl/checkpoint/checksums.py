@@ -91,8 +91,8 @@ def _format(digests: Mapping[str, str]) -> str:
 
 def _parse(path: Path) -> dict[str, str]:
     """Digests by name."""
-    lines = (line.partition("  ") for line in path.read_text("utf-8").splitlines())
-    return {name: digest for digest, _, name in lines}
+    lines = path.read_bytes().decode("utf-8").split("\n")
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines if line)}
 
 
 def _files(root: Path) -> Iterator[str]:

@@ -156,7 +156,7 @@ def _stdin(given: Any, wanted: Any) -> Check:
 
 
 def _function(name: str, given: Any, wanted: Any) -> Check:
-    arguments = [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else given
+    arguments = [json.loads(line) for line in given.split("\n") if line.strip()] if isinstance(given, str) else given
     if isinstance(wanted, str):
         with suppress(ValueError):  # a text is a value too
             wanted = json.loads(wanted)
@@ -187,7 +187,7 @@ def _assertion(test: str) -> Check:
 
 
 def _marked(printed: str, mark: str) -> list[Any] | None:
-    for line in reversed(printed.splitlines()):
+    for line in reversed(printed.split("\n")):
         if line.startswith(mark):
             try:
                 return [json.loads(line[len(mark) :])]

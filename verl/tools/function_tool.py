@@ -144,7 +144,7 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     sentences: dict[str, str] = {}
     current = ""
     section = re.split(r"\n\s*(?:Returns|Raises|Yields):", rest)[0]
-    for line in section.splitlines():
+    for line in section.split("\n"):
         found = re.match(r"\s*(\w+)\s*(?:\([^)]*\))?:\s+(.*)", line)
         if found:
             current = found[1]

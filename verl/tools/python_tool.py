@@ -75,6 +75,6 @@ def _answer(result: ProgramResult) -> str:
         parts.append(f"Error: {_MEANING[result.status]}")
     elif result.status is Status.ERROR:
         # the last line names the exception; those before are frames in a program that the model knows
-        lines = [line for line in result.stderr.strip().splitlines() if line.strip()]
+        lines = [line for line in result.stderr.strip().split("\n") if line.strip()]
         parts.append(f"Error: {lines[-1] if lines else f'exit code {result.exit_code}'}")
     return "\n".join(part for part in parts if part) or "(no output)"

@@ -440,7 +440,7 @@ def _as_worker_error(error: RayError, role: str, rank: int, method: str) -> Work
 
 
 def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in text.split("\n") if line.strip()]
     return lines[-1].strip() if lines else ""
 
 

@@ -155,7 +155,7 @@ class RunSaver:
             raise error
         reason = str(error)
         if isinstance(error, WorkerError):
-            lines = [line for line in error.remote_traceback.splitlines() if line.startswith(_RAISED)]
+            lines = [line for line in error.remote_traceback.split("\n") if line.startswith(_RAISED)]
             reason = lines[-1].removeprefix(_RAISED).strip() if lines else reason
         report_failure(self.config.on_save_error, step, reason, self.manager.steps(), error)
         self._numbers["checkpoint/failed_saves"] = self._numbers.get("checkpoint/failed_saves", 0.0) + 1.0
