@@ -29,7 +29,7 @@ COMMANDS = {
     "generate": Command("verl.trainer.main_generation", "answer every prompt of a data set"),
     "eval": Command("verl.trainer.main_eval", "score generated responses: means and pass@k with confidence intervals"),
     "merge": Command("verl.model_merger", "make a Hugging Face directory of a checkpoint, or compare with one"),
-    "selftest": Command("verl.selftest.main", "check on this machine that numbers do not depend on how work is cut"),
+    "selftest": Command("verl.selftest.main", "numbers do not depend on cuts; with --model: certificate of a model"),
 }
 
 

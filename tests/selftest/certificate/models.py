@@ -32,11 +32,11 @@ def framed(directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def family(name: str, directory: Path, **changes: Any) -> None:
-    """A tiny model of a family with a tokenizer."""
+def family(name: str, directory: Path, *, extra_rows: int = 0, **changes: Any) -> None:
+    """A tiny model of a family with a tokenizer; the embedding has ``extra_rows`` rows more than that has tokens."""
     placeholders = sorted(key for key in FAMILIES.get(name, {}) if key.endswith("_token_id"))
     settings: dict[str, Any] = {
-        "vocab_size": TOKENS + len(placeholders),
+        "vocab_size": TOKENS + len(placeholders) + extra_rows,
         "pad_token_id": 0,
         "eos_token_id": 1,
         "bos_token_id": None,
@@ -53,7 +53,7 @@ def family(name: str, directory: Path, **changes: Any) -> None:
 
 def padded(directory: Path) -> None:
     """An embedding with more rows than the tokenizer has tokens."""
-    family("qwen3", directory, vocab_size=TOKENS + 24)
+    family("qwen3", directory, extra_rows=24)
 
 
 def sliding(directory: Path) -> None:

@@ -12,7 +12,7 @@ from verl.selftest.certificate.faults import FAULTS, plant
 #: faults that need another model than the quick start's
 MODEL_OF = {
     "sparse-indexer": "sparse",
-    "tokens-without-text": "sliding",
+    "tokens-without-text": "padded",
     "frame-lost": "framed",
     "window-ignored": "sliding",
     "rope-scaling": "scaled",

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionMaskInterface
 
 from verl import model_merger
+from verl.data import chat
 from verl.errors import ConfigError
 from verl.models import attention, families, heads, loading, packing
 from verl.selftest import planted
@@ -341,6 +342,11 @@ def _transposed(stack: ExitStack) -> None:
     _patch(stack, model_merger, "load_tensors", load)
 
 
+def _frame_lost(stack: ExitStack) -> None:
+    """Text that no chat template rendered is encoded without the tokenizer's own frame."""
+    _patch_function(stack, chat.encode_plain, chat.encode)
+
+
 def _template_lost(stack: ExitStack) -> None:
     """What is saved has no chat template."""
     real = state.copy_companions
@@ -383,5 +389,6 @@ FAULTS: dict[str, Fault] = {
     "stale-head": Fault(_stale_head, "weight sync"),
     "lost-tensor": Fault(_lost_tensor, "save and merge"),
     "transposed": Fault(_transposed, "save and merge"),
+    "frame-lost": Fault(_frame_lost, "text without a template"),
     "template-lost": Fault(_template_lost, "tokenizer"),
 }

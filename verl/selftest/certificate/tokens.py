@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.config import DataConfig
+from verl.data.rl_dataset import RLHFDataset
+from verl.data.sft_dataset import answer_tokens
 from verl.selftest.certificate.bench import Bench
 from verl.selftest.certificate.outcome import Measure
 from verl.utils.tokenizer import load_tokenizer
@@ -43,11 +48,6 @@ def frame(bench: Bench) -> Iterator[Measure]:
 
 def prompt_ids(bench: Bench, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
     """Tokens of :data:`TEXTS` as plain prompts, from the data sets of reinforcement learning and fine-tuning."""
-    import json
-
-    from verl.config import DataConfig
-    from verl.data.rl_dataset import RLHFDataset
-
     plain = _without_template(tokenizer)
     file = bench.scratch / "texts.jsonl"
     rows = [
@@ -57,12 +57,14 @@ def prompt_ids(bench: Bench, tokenizer: PreTrainedTokenizerBase) -> dict[str, li
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     config = DataConfig(max_prompt_length=64)
     dataset = RLHFDataset(str(file), plain, config)
-    return {"reinforcement learning": [list(dataset[number]["raw_prompt_ids"]) for number in range(len(dataset))]}
+    demonstrations = [answer_tokens(plain, text, "4") for text in TEXTS]
+    return {
+        "reinforcement learning": [list(dataset[number]["raw_prompt_ids"]) for number in range(len(dataset))],
+        "fine-tuning": [[t for t, own in zip(ids, mask, strict=True) if not own] for ids, mask in demonstrations],
+    }
 
 
 def _without_template(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    import copy
-
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = None
     return plain
