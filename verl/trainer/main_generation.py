@@ -27,6 +27,7 @@ from verl.utils.json_text import dumps_json
 from verl.utils.logging import redact
 from verl.utils.program import exit_code, start_program
 from verl.utils.run_lock import locked
+from verl.utils.stopping import StopRequested, StopWatch, account, state_of_work
 
 if TYPE_CHECKING:
     from verl.data.files import Rows
@@ -283,12 +284,24 @@ def run_generation(config: GenerationConfig) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line: exit code 0 when done, 2 for a bad configuration or bad input, 1 for a failure."""
+    """Command line: exit code 0 when done, 2 for a bad configuration or bad input, 1 for a failure.
+
+    75 is the code of a run that ended early, on SIGTERM or before a deadline: starting it again continues.
+    """
     start_program()
     config = parse_cli(GenerationConfig, "generation", argv)
 
+    watch = StopWatch()
+
     def work() -> bool:
-        sys.stdout.write(f"the responses are in {run_generation(config)}\n")
+        with account(lambda: "batches that were answered are kept; the same command continues after them"):
+            try:
+                with watch, watch.interruptible():
+                    path = run_generation(config)
+            except StopRequested as error:
+                logger.warning("ending early: %s; %s", error, state_of_work())
+                return False
+        sys.stdout.write(f"the responses are in {path}\n")
         return True
 
     return exit_code(work)

@@ -14,7 +14,7 @@ from verl.config.base import seal
 from verl.config.cli import parse_cli
 from verl.errors import ConfigError, LostProcessError, WorkerError
 from verl.utils.program import exit_code, start_program
-from verl.utils.stopping import StopWatch, require_saved
+from verl.utils.stopping import StopWatch, account, require_saved
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,17 +54,28 @@ class TaskRunner:
         from verl.trainer.run_record import write_record
         from verl.utils.seeding import deterministic
 
-        with deterministic(self.config.trainer.deterministic), self._at_end:
+        with account(self.account), deterministic(self.config.trainer.deterministic), self._at_end:
             trainer = self._trainer = self.build_trainer()
-            if self.config.trainer.val_only:
-                trainer.validate_only()
-            else:
+            with self.watch:  # from here on: Ray has handlers of its own when it starts
+                if self.config.trainer.val_only:
+                    trainer.validate_only()
+                    return not trainer.stopped
                 write_record(self.config, trainer.saver.manager)  # not before all that can be wrong is found
-                with self.watch:  # from here on: Ray has handlers of its own when it starts
-                    trainer.fit()
+                trainer.fit()
             if trainer.stopped:
                 require_saved(self.config.trainer.save_freq)
             return not trainer.stopped
+
+    def account(self) -> str:
+        """What is saved, for a run that is interrupted."""
+        from verl.checkpoint.failure import describe_state
+
+        trainer = self._trainer
+        if trainer is None:
+            return "no step was begun; the same command begins anew or continues as it would have now"
+        if self.config.trainer.val_only:
+            return "a validation has nothing to save; the same command begins anew"
+        return describe_state(trainer.step, trainer.saver.complete(), self.config.trainer)
 
     @property
     def has_saved(self) -> bool:

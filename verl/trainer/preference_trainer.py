@@ -56,6 +56,7 @@ class PreferenceTrainer(SFTTrainer):
         assert self.val_loader is not None
         pieces = []
         for batch in self.val_loader:
+            self.look()
             rows = self._with_reference(batch)
             outputs = self.engine.forward(rows, self.loss.want, micro=self.micro)
             count = len(batch["input_ids"])

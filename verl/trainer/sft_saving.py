@@ -196,6 +196,10 @@ class SFTSaver:
     def newest(self) -> Path | None:
         """The newest complete checkpoint of this run, written or resumed from; or None."""
         self.finish()
+        return self.complete()
+
+    def complete(self) -> Path | None:
+        """:meth:`newest` as far as it is known, without waiting for a save that is being written."""
         return self._newest
 
     def _find(self) -> str | None:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.utils.data import Dataset
 
+from verl.checkpoint.failure import describe_state, require_final
 from verl.checkpoint.final_model import EXPORT_DIR, is_exported, provenance
-from verl.checkpoint.manager import CheckpointManager
+from verl.checkpoint.manager import CheckpointManager, step_of
 from verl.checkpoint.nonfinite import NonfiniteUpdates
 from verl.checkpoint.state import TRAINER_STATE, load_state
 from verl.data import has_images
@@ -29,7 +30,7 @@ from verl.utils.distributed import all_reduce_numbers, get_rank, get_world_size,
 from verl.utils.metrics import MetricSet
 from verl.utils.run_lock import locked
 from verl.utils.seeding import derive_seed, deterministic, set_seed
-from verl.utils.stopping import StopWatch, require_saved
+from verl.utils.stopping import StopRequested, StopWatch, account, require_saved
 from verl.utils.timing import StepTimer
 from verl.utils.tokenizer import load_processor, load_tokenizer
 from verl.utils.tracking import Tracking
@@ -91,6 +92,7 @@ class SFTTrainer:
         self.trained = False  # this process has taken a step
         self.stopped = False  # before the last step, to be started again
         self.final_model: Path | None = None  # written by this run, or by an earlier start of it
+        self.validation_due = False  # that of the last step was given up
         self.watch = watch or StopWatch()
         self.saver = SFTSaver(config.trainer, engine, checkpoints)
         self.nonfinite = NonfiniteUpdates(config.trainer.on_nonfinite, self.saver.newest, self.saver.restore)
@@ -101,6 +103,10 @@ class SFTTrainer:
         if self.step >= self.total_steps:
             logger.warning("all %d steps are done already; raise trainer.total_epochs to go on", self.total_steps)
         metrics: dict[str, float] = {}
+        if self.validation_due and self.val_loader is not None:
+            metrics = self._validate()
+            if self.tracker is not None and metrics:
+                self.tracker.log(metrics, step=self.step)
         for batch in self._batches():
             self.step += 1
             self.trained = True
@@ -110,8 +116,8 @@ class SFTTrainer:
                 metrics |= self.nonfinite.check(metrics, self.step)
             if self.val_loader is not None and self._due(self.config.trainer.test_freq):
                 with timer("testing"):
-                    metrics |= self.validate()
-            self.stopped = self._should_stop(sum(timer.seconds.values()))
+                    metrics |= self._validate()
+            self.stopped = self.stopped or self._should_stop(sum(timer.seconds.values()))
             if self._due(self.config.trainer.save_freq):
                 with timer("save_checkpoint"):
                     self.save_checkpoint(metrics)
@@ -128,7 +134,30 @@ class SFTTrainer:
         self.saver.finish()
         if not self.stopped:
             self.final_model = self.export()
+        newest = self.saver.complete()
+        require_final(None if newest is None else step_of(newest), self.step, self.config.trainer)
         return metrics
+
+    def _validate(self) -> dict[str, float]:
+        """:meth:`validate`, or nothing if a signal or a deadline ended it."""
+        self.validation_due = False
+        try:
+            return self.validate()
+        except StopRequested as error:
+            if self.tracker is not None:
+                logger.warning("ending in the validation after step %d: %s", self.step, error)
+            self.stopped = self.validation_due = True
+            return {}
+
+    def look(self) -> None:
+        """Raise :class:`StopRequested` on every rank if the run is to end now. Collective."""
+        reason = None
+        try:
+            self.watch.look()
+        except StopRequested as error:
+            reason = str(error)
+        if all_reduce_numbers([float(reason is not None)], "max")[0] > 0:
+            raise StopRequested(reason or "another rank was asked to end")
 
     def train_step(self, batch: Batch) -> dict[str, float]:
         """One optimizer step; the same numbers on every rank."""
@@ -146,6 +175,7 @@ class SFTTrainer:
         assert self.val_loader is not None
         total = tokens = 0.0
         for batch in self.val_loader:
+            self.look()
             log_probs = self.engine.forward(batch, frozenset({"log_probs"}), micro=self.micro)["log_probs"]
             mask = batch["response_mask"].to(log_probs.device) != 0
             total -= float(torch.where(mask, log_probs, 0.0).double().sum())
@@ -159,7 +189,7 @@ class SFTTrainer:
         return self.step / len(self.train_loader)
 
     def _batches(self) -> Iterator[Batch]:
-        while self.step < self.total_steps:
+        while self.step < self.total_steps and not self.stopped:
             for batch in self.train_loader:
                 yield batch
                 if self.step >= self.total_steps:
@@ -181,6 +211,8 @@ class SFTTrainer:
     def save_checkpoint(self, metrics: dict[str, float]) -> None:
         """Write ``global_step_N``: visible only when every rank has written its part."""
         state = {"step": self.step, "tracker": {} if self.tracker is None else self.tracker.state_dict()}
+        if self.validation_due:
+            state["validation_due"] = True
         self.saver.save(self.step, state, self.train_loader.state_dict(), metrics)
 
     def load_checkpoint(self) -> None:
@@ -191,6 +223,7 @@ class SFTTrainer:
         path, state, data_state = found
         self.train_loader.load_state_dict(data_state)
         self.step = state["step"]
+        self.validation_due = bool(state.get("validation_due"))
         logger.info("resuming from %s", path)
 
     def export(self) -> Path | None:
@@ -375,7 +408,10 @@ def run(trainer: SFTTrainer) -> dict[str, float] | None:
     try:
         if trainer.saver.manager is not None:
             write_record(trainer.config, trainer.saver.manager)  # not before all that can be wrong is found
-        with trainer.watch:
+        with (
+            trainer.watch,
+            account(lambda: describe_state(trainer.step, trainer.saver.complete(), trainer.config.trainer)),
+        ):
             metrics = trainer.fit()
         if trainer.stopped:
             require_saved(trainer.config.trainer.save_freq)

@@ -55,6 +55,7 @@ from verl.workers.engine.images import engine_rows, prompt_parts, with_images
 from verl.workers.losses import actor_loss, critic_loss, implicit_reward_model_loss
 from verl.workers.memory import METER
 from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.base import unless_cancelled
 from verl.workers.rollout.batch import EventCounts, batch_from_completions, requests_from_batch
 from verl.workers.sharding_manager import SendReport, WeightSender, WeightSource, make_sharding_manager
 from verl.workers.sharding_manager.adapters import AdapterSource
@@ -362,7 +363,10 @@ class ActorRolloutRefWorker(RoleWorker):
         async def run() -> list[Any]:
             await self.rollout.wake()
             try:
-                completions = await self.rollout.generate_many(requests)
+                if config.tensor_model_parallel_size == 1:
+                    completions = await unless_cancelled(self.rollout, requests)
+                else:  # ranks that generate together must end together
+                    completions = await self.rollout.generate_many(requests)
                 self.cache_bytes = self.rollout.memory().kv_cache
                 return completions
             finally:

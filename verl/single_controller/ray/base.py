@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import secrets
@@ -303,7 +304,13 @@ class RayWorkerGroup(WorkerGroup):
         watched = list(references if watch is None else watch)
         numbered = dict(zip(watched, ranks or range(len(watched)), strict=False))
         key = self._timeout_key if timeout_s == self.timeout_s else None  # a single call may have a limit of its own
-        return _wait(references, numbered, self.role, method, timeout_s, key)
+        try:
+            return _wait(references, numbered, self.role, method, timeout_s, key)
+        except KeyboardInterrupt:
+            for reference in watched:  # a long generation looks, and makes way for the save
+                with contextlib.suppress(RayError, ValueError, TypeError):
+                    ray.cancel(reference)
+            raise
 
 
 class _Sender:

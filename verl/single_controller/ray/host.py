@@ -19,6 +19,8 @@ from verl.single_controller.base import ClassWithInitArgs
 from verl.single_controller.base.failure import worker_error
 from verl.single_controller.ray.fields import Pieces
 from verl.utils.logging import setup_logging
+from verl.utils.owned import sweep
+from verl.utils.stopping import set_cancel_check
 from verl.utils.transport import pack
 
 logger = logging.getLogger(__name__)
@@ -72,6 +74,8 @@ class WorkerHost:
         """
         os.environ.update(environment)
         setup_logging("+".join(roles))
+        set_cancel_check(_is_cancelled)
+        sweep()  # what workers left on this node that were killed
         self._verl_rank = int(environment["RANK"])
         for role, class_with_args in roles.items():
             try:
@@ -128,6 +132,11 @@ class WorkerHost:
         report = worker_error(role, self._verl_rank, method, error, __file__)
         logger.error("%s", report)
         return report
+
+
+def _is_cancelled() -> bool:
+    """Whether the controller has given up the call that this actor works on."""
+    return bool(ray.get_runtime_context().is_canceled())
 
 
 def host_class(roles: Mapping[str, ClassWithInitArgs]) -> type:

@@ -12,6 +12,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.plain import from_plain, join, to_plain
 from verl.trainer.ppo.scoring import outcomes
 from verl.trainer.ppo.sources import Source
+from verl.utils.stopping import look
 from verl.utils.timing import StepTimer
 
 logger = logging.getLogger(__name__)
@@ -83,15 +84,27 @@ class GroupFilter:
             batches += 1
             seen += len(batch) // self.n
             count += int(rows.sum()) // self.n
+            if count < self.groups:
+                limit = f" of at most {self.max_batches}" if self.max_batches else ""
+                logger.info(
+                    "step %d: %d of %d groups whose samples differ after generation batch %d%s (%d groups seen)",
+                    step,
+                    count,
+                    self.groups,
+                    batches,
+                    limit,
+                    seen,
+                )
+            look()
         missing = max(0, self.groups - count)
         if missing:
             if not self.fill:
                 raise DataError(
                     f"step {step}: {batches} batches with {seen} groups gave {count - waiting} in which the samples "
                     f"differ, together with {waiting} left from before fewer than the {self.groups} of a training "
-                    "batch. The task is too easy or too hard for the policy: raise "
-                    "algorithm.filter_groups.max_num_gen_batches (0 = no limit) or actor_rollout_ref.rollout.n, or "
-                    "train on with algorithm.filter_groups.on_exhausted=fill"
+                    "batch. The task is too easy or too hard for the policy, or the reward is the same for every "
+                    f"answer: raise algorithm.filter_groups.max_num_gen_batches={self.max_batches} (0 = no limit) or "
+                    "actor_rollout_ref.rollout.n, or train on with algorithm.filter_groups.on_exhausted=fill"
                 )
             kept.append(join(dull).slice(-missing * self.n))
         batch = join(kept)

@@ -6,6 +6,7 @@ affair, where models live is the worker groups', what a number means is ``metric
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import torch
 from verl.algorithms.correction import correct_rollout, mismatch_metrics
 from verl.algorithms.kl import KLController
 from verl.algorithms.registry import get_adv_estimator_fn, make_state
+from verl.checkpoint.failure import require_final
 from verl.checkpoint.final_model import EXPORT_DIR, is_exported, provenance
-from verl.checkpoint.manager import CheckpointManager
+from verl.checkpoint.manager import CheckpointManager, step_of
 from verl.checkpoint.nonfinite import NonfiniteUpdates
 from verl.config import PPOConfig
 from verl.errors import CheckpointError, RewardError
@@ -48,7 +50,7 @@ from verl.utils.device import resolve_device
 from verl.utils.metrics import MetricSet
 from verl.utils.seeding import derive_seed, plain_rng_state, set_plain_rng_state
 from verl.utils.seqlen_balancing import arrange_mini_batches, seqlen_balance_metrics
-from verl.utils.stopping import StopWatch
+from verl.utils.stopping import StopRequested, StopWatch
 from verl.utils.telling import BOUNDARY
 from verl.utils.timing import StepTimer
 from verl.utils.tracking import Tracking
@@ -117,6 +119,8 @@ class RayPPOTrainer:
         self.trained = False  # this process has taken a step
         self.stopped = False  # before the last step, to be started again
         self.final_model: Path | None = None  # written by this run, or by an earlier start of it
+        self.validation_due = False  # that of the last step was given up
+        self.unsaved: tuple[dict[str, Any], dict[str, Any], dict[str, float]] | None = None  # see keep_state
         self.watch = watch or StopWatch()
         self.saver = RunSaver(config.trainer, checkpoints, self._saved_groups(), background=config.saves_in_background)
         self.nonfinite = NonfiniteUpdates(config.trainer.on_nonfinite, self.saver.newest, self.saver.restore)
@@ -130,7 +134,7 @@ class RayPPOTrainer:
         if self.step >= self.total_steps:
             logger.warning("all %d steps are done already; raise trainer.total_epochs to go on", self.total_steps)
         self.sync_weights()
-        if self.config.trainer.val_before_train and self.step == 0:
+        if self.validation_due or (self.config.trainer.val_before_train and self.step == 0):
             self.tracker.log(self.validate(), step=self.step)
 
         while self.step < self.total_steps and not self.stopped:
@@ -138,12 +142,11 @@ class RayPPOTrainer:
             self.trained = True
             timer = StepTimer()
             with timer("step"):
-                batch, metrics = self.source.next_batch(self.step, timer)  # generates and scores
-                metrics.update(compute_staleness_metrics(batch, self.rollout_version))
-                self.dump_samples(batch)
-                batch = lay_out_rows(batch)
-                batch = self.arrange(batch)
-                batch = self.run_forward_passes(batch, timer)
+                try:
+                    batch, metrics = self.sample(timer)
+                except StopRequested:
+                    self.give_up_step()
+                    break
                 if self.process_reward is not None:
                     with timer("process_reward"):
                         batch = self.add_process_rewards(batch, metrics)
@@ -161,7 +164,7 @@ class RayPPOTrainer:
                 if self.due(self.config.trainer.test_freq):
                     with timer("testing"):
                         metrics.update(self.validate())
-                self.stopped = self.should_stop(timer)
+                self.stopped = self.stopped or self.should_stop(timer)
                 if self.due(self.config.trainer.save_freq):
                     with timer("save_checkpoint"):
                         self.save_checkpoint(metrics)
@@ -172,16 +175,40 @@ class RayPPOTrainer:
             if not self.memory_reported:
                 self.report_memory()
             self.tracker.log(metrics, step=self.step)
+            self.keep_state(metrics)
             self.saver.poll()  # after the record of the step: a run that is resumed from it has that record
         self.saver.finish()
         if not self.stopped:
             self.final_model = self.export()
+        saved = self.saver.complete()
+        require_final(None if saved is None else step_of(saved), self.step, self.config.trainer)
+
+    def sample(self, timer: StepTimer) -> tuple[DataProto, dict[str, float]]:
+        """The first part of a step, which changes no model: a scored batch with log-probabilities and values.
+
+        Raises:
+            StopRequested: a signal or a deadline ended it.
+        """
+        with self.watch.interruptible(self.saver.seconds):
+            batch, metrics = self.source.next_batch(self.step, timer)  # generates and scores
+            metrics.update(compute_staleness_metrics(batch, self.rollout_version))
+            self.dump_samples(batch)
+            batch = lay_out_rows(batch)
+            batch = self.arrange(batch)
+            return self.run_forward_passes(batch, timer), metrics
 
     def validate(self) -> dict[str, float]:
         """Metrics of the validation set under the current policy; samples go to the trackers and the dump directory."""
         if self.validator is None:
             return {}
-        metrics, samples = self.validator.run(self.step)
+        self.validation_due = False
+        try:
+            with self.watch.interruptible(self.saver.seconds):
+                metrics, samples = self.validator.run(self.step)
+        except StopRequested as error:
+            logger.warning("ending in the validation after step %d: %s", self.step, error)
+            self.stopped = self.validation_due = True
+            return {}
         if samples:
             self.tracker.log_samples(samples, step=self.step)
         return metrics
@@ -386,8 +413,25 @@ class RayPPOTrainer:
             logger.warning("ending after step %d%s: %s", self.step, saves, reason)
         return reason is not None and self.step < self.total_steps
 
+    def give_up_step(self) -> None:
+        """End the run in the middle of a step: as it was after the last step that was finished."""
+        self.step -= 1
+        self.stopped = True
+        logger.warning("ending in the middle of step %d: %s", self.step + 1, self.watch.why())
+        if self.unsaved is not None:
+            self.saver.save(self.step, *self.unsaved)
+
+    def keep_state(self, metrics: dict[str, float]) -> None:
+        """Keep what :meth:`save_checkpoint` would write now, for the case that the next step is given up."""
+        saves = self.config.trainer.save_freq
+        self.unsaved = None if saves < 1 or self.due(saves) else (*self.state(), dict(metrics))
+
     def save_checkpoint(self, metrics: dict[str, float]) -> None:
         """Write all that the rest of the run depends on; it appears under its name only when complete."""
+        self.saver.save(self.step, *self.state(), metrics)
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the rest of the run depends on besides the models: of this process, and of the source."""
         state: dict[str, Any] = {
             "step": self.step,
             "kl_ctrl": self.kl_ctrl.state_dict(),
@@ -396,7 +440,9 @@ class RayPPOTrainer:
         }
         if self.estimator_state is not None:
             state["estimator"] = self.estimator_state.state_dict()
-        self.saver.save(self.step, state, self.source.state_dict(), metrics)
+        if self.validation_due:
+            state["validation_due"] = True
+        return copy.deepcopy(state), self.source.state_dict()
 
     def export(self) -> Path | None:
         """Write the policy as a Hugging Face directory, ``default_local_dir/huggingface``, replacing an older one.
@@ -418,6 +464,7 @@ class RayPPOTrainer:
             return
         state, data_state = self.saver.load(directory)
         self.step = state["step"]
+        self.validation_due = bool(state.get("validation_due"))
         self.kl_ctrl.load_state_dict(state["kl_ctrl"])
         if self.estimator_state is not None:
             if "estimator" not in state:

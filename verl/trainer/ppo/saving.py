@@ -182,4 +182,8 @@ class RunSaver:
     def newest(self) -> Path | None:
         """The newest complete checkpoint of this run, written or resumed from; or None."""
         self.finish()
+        return self.complete()
+
+    def complete(self) -> Path | None:
+        """:meth:`newest` as far as it is known, without waiting for a save that is being written."""
         return self._loaded if self.saved_step is None else self.manager.step_dir(self.saved_step)

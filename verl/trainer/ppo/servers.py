@@ -235,6 +235,11 @@ class ServerRollout:
         self._users += 1
         try:
             yield self.client
+        except KeyboardInterrupt:  # the run ends: processes that hold no state make way, and no server is waited for
+            self._users -= 1
+            if self.agents is not None:
+                self.agents.shutdown()
+            raise
         except BaseException:
             self._users -= 1
             with contextlib.suppress(RolloutError):  # the error in flight is the one to know

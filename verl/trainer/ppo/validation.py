@@ -15,6 +15,7 @@ from verl.trainer.ppo.scoring import Sample, Scorer, apart, describe_samples, du
 from verl.trainer.ppo.sources import generate, with_samples
 from verl.trainer.ppo.validation_metrics import ValidationRecord
 from verl.utils.seeding import derive_seed
+from verl.utils.stopping import look
 from verl.utils.telling import BOUNDARY
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,8 @@ class Validator:
             if self.dump_dir or self.show:
                 with BOUNDARY.guard("samples", "describing the samples of the validation"):
                     samples += describe_samples(self.tokenizer, batch, scores, result.extra)
+            logger.debug("validation: %d samples", rows_seen)
+            look()
         metrics = record.metrics(seed=derive_seed(self.seed, "bootstrap"))
         if self.dump_dir:
             with BOUNDARY.guard("samples", f"writing samples to trainer.validation_data_dir={self.dump_dir}"):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from verl.errors import RolloutError, WeightSyncError
+from verl.utils.stopping import call_is_cancelled
 
 if TYPE_CHECKING:
     from verl.models.vision import PromptImages
@@ -22,6 +23,8 @@ MemoryPart = Literal["weights", "kv_cache"]
 MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
 
 T = TypeVar("T")
+
+_LOOK_S = 0.5  # between two questions whether a call is still wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +353,18 @@ class RolloutEngine(ABC):
     def counters(self) -> dict[str, int]:
         """Events since the engine was made, by name; the metrics ``rollout/NAME`` are what a step adds to them."""
         return {}
+
+
+async def unless_cancelled(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    """:meth:`RolloutEngine.generate_many`; its completions are cut short when the caller of this process gives up."""
+    generation = asyncio.ensure_future(engine.generate_many(requests))
+    try:
+        while not (await asyncio.wait([generation], timeout=_LOOK_S))[0]:
+            if call_is_cancelled():
+                await engine.abort()
+        return generation.result()
+    finally:
+        generation.cancel()
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -14,8 +14,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl import envs
 from verl.errors import LostProcessError, RolloutError, VerlError
-from verl.single_controller.ray.base import rank_environments
+from verl.single_controller.ray.base import LOOK_S, REPORT_S, rank_environments
 from verl.single_controller.ray.resource_pool import Slot
+from verl.utils.stopping import look
+from verl.utils.timing import format_duration
 from verl.workers.rollout.client import RolloutClient
 from verl.workers.rollout.server import RolloutServer, ServerInfo, ServerSpec
 
@@ -240,12 +242,23 @@ def wait_for(calls: Mapping[Any, str], timeout_s: float | None) -> list[Any]:
         LostProcessError: a process died.
         VerlError: what a call raised.
     """
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    started = time.monotonic()
+    report = started + REPORT_S
+    deadline = None if timeout_s is None else started + timeout_s
     pending = list(calls)
     values: dict[Any, Any] = {}
     while pending:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready, pending = ray.wait(pending, timeout=left)
+        patience = min(LOOK_S, max(0.0, report - time.monotonic()))
+        ready, pending = ray.wait(pending, timeout=patience if left is None else min(patience, left))
+        look()
+        if not ready and (left is None or left > patience):
+            if time.monotonic() >= report:
+                waiting = sorted({calls[reference] for reference in pending})
+                spent = format_duration(time.monotonic() - started)
+                logger.warning("waiting for %s for %s now", ", ".join(waiting), spent)
+                report = time.monotonic() + REPORT_S
+            continue
         if not ready:
             late = sorted({calls[reference] for reference in pending})
             raise NoAnswerError(f"no answer within {timeout_s:.3g} s to: {', '.join(late)}")
