@@ -31,11 +31,16 @@ def exported(root: Path) -> Any:
 
 
 def test_a_run_leaves_its_model_and_a_record_that_repeats_it(
-    run_training: Run, base_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_training: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keeps = [*LOCAL, "trainer.save_freq=1", "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]"]
     rows = run_training(*keeps, "actor_rollout_ref.actor.ppo_micro_batch_size=4")
     root = tmp_path / "run1"
+    told = capsys.readouterr().out.splitlines()
+    assert told[-1] == f"model: {root}/huggingface"
+    assert told[-2].startswith(f"next: verl generate model.path={root}/huggingface ")
+    assert any(line.startswith("done: step 2 of 2, ") for line in told)
+    assert f"checkpoints: {root}, the newest is global_step_2" in told
     model = exported(root)
     trained = load_file(root / "global_step_2" / "actor" / "huggingface" / "model.safetensors")
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in trained.items())
@@ -90,9 +95,10 @@ def test_a_place_with_a_model_but_no_checkpoint_belongs_to_its_run_too(run_train
 
 
 def test_no_model_is_left_where_none_is_wanted(
-    run_training: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    run_training: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_training(*LOCAL, "trainer.save_final_model=False")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("nothing of this run was kept: trainer.save_final_model")
     assert not (tmp_path / "run1" / "huggingface").exists()
     assert (tmp_path / "run1" / "config.yaml").exists()
 
@@ -109,6 +115,52 @@ def test_megatron_leaves_a_model(run_training: Run, tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", reason="Megatron-core is not installed")
     run_training(*LOCAL, "trainer.total_training_steps=1", "actor_rollout_ref.actor.strategy=megatron")
     exported(tmp_path / "run1")
+
+
+@pytest.mark.parametrize("program", ["sft", "preference"])
+def test_other_training_programs_leave_the_same(
+    program: str, tmp_path: Path, tiny_model_dir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from verl.config import PreferenceConfig, SFTConfig
+    from verl.trainer.preference_trainer import run_preference
+    from verl.trainer.sft_trainer import run_sft
+
+    rows = [{"prompt": f"say {i}", "response": str(i), "chosen": str(i), "rejected": str(i + 1)} for i in range(16)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    schema, run = (SFTConfig, run_sft) if program == "sft" else (PreferenceConfig, run_preference)
+    given = [
+        f"data.train_files={tmp_path}/rows.jsonl",
+        "data.train_batch_size=8",
+        "data.max_length=32",
+        f"model.path={tiny_model_dir}",
+        "optim.lr_scheduler_type=constant",  # another length is no other schedule
+        "optim.lr_warmup_steps_ratio=0.0",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=2",
+        "trainer.device=cpu",
+        f"trainer.default_local_dir={tmp_path}/out",
+    ]
+
+    def start(*overrides: str) -> None:
+        run(load_config(schema, f"{program}_trainer", merge_overrides(given, overrides)))  # type: ignore[operator]
+
+    start()
+    root = tmp_path / "out"
+    assert capsys.readouterr().out.splitlines()[-1] == f"model: {root}/huggingface"
+    exported(root)
+    assert json.loads((root / "huggingface" / "training.json").read_text())["program"] == program
+    assert {name for name in ("config.yaml", "command.txt", "environment.json") if (root / name).exists()}
+    with pytest.raises(ConfigError, match=r"optim\.lr: .* -> 0\.01"):
+        start("optim.lr=0.01")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::-1]))
+    with pytest.raises(ConfigError, match="the rows have changed"):
+        start("trainer.total_training_steps=3")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    start("trainer.total_training_steps=3")
+    assert (root / "global_step_3").is_dir()
+    run(load_config(schema, "config", [f"trainer.default_local_dir={tmp_path}/again"], str(root)))  # type: ignore[operator]
+    one, other = (load_file(path / "huggingface" / "model.safetensors") for path in (root, tmp_path / "again"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_a_hidden_secret_is_not_used_as_a_value(base_overrides: list[str], tmp_path: Path) -> None:

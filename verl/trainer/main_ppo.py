@@ -51,6 +51,7 @@ class TaskRunner:
         Returns:
             False if the run saved and ended before its last step, because of a signal or a deadline.
         """
+        from verl.trainer.closing import told_when_it_fails
         from verl.trainer.run_record import write_record
         from verl.utils.seeding import deterministic
 
@@ -61,7 +62,8 @@ class TaskRunner:
                     trainer.validate_only()
                     return not trainer.stopped
                 write_record(self.config, trainer.saver.manager)  # not before all that can be wrong is found
-                trainer.fit()
+                with told_when_it_fails(self.account):
+                    trainer.fit()
             if trainer.stopped:
                 require_saved(self.config.trainer.save_freq)
             return not trainer.stopped
@@ -76,6 +78,13 @@ class TaskRunner:
         if self.config.trainer.val_only:
             return "a validation has nothing to save; the same command begins anew"
         return describe_state(trainer.step, trainer.saver.complete(), self.config.trainer)
+
+    def print_closing(self) -> None:
+        """Say how the run ended and what it left, after everything that it started has ended."""
+        from verl.trainer.closing import print_lines
+
+        if self._trainer is not None and not self.config.trainer.val_only:
+            print_lines(self._trainer.closing_lines())
 
     @property
     def has_saved(self) -> bool:
@@ -337,7 +346,9 @@ def run_ppo(config: PPOConfig) -> bool:
     while True:
         runner = TaskRunner(config)
         try:
-            return runner.run()
+            finished = runner.run()
+            runner.print_closing()
+            return finished
         except (WorkerError, LostProcessError) as error:
             if restarts >= config.trainer.max_restarts or isinstance(error, ConfigError):
                 raise

@@ -38,11 +38,18 @@ class PreferenceTrainer(SFTTrainer):
     config: PreferenceConfig
     program = "preference"
 
+    @property
+    def next_step(self) -> str:
+        """Command for the trained model; ``{model}`` stands for its directory."""
+        if self.reference is None:
+            return "verl train reward_model.enable=True reward_model.model.path={model} data.train_files=PROMPTS"
+        return "verl generate model.path={model} data.path=PROMPTS data.output_path=ANSWERS.jsonl"
+
     def __init__(
         self, *, config: PreferenceConfig, engine: TrainEngine, reference: TrainEngine | None, **rest: Any
     ) -> None:
-        super().__init__(config=config, engine=engine, **rest)
         self.reference = reference
+        super().__init__(config=config, engine=engine, **rest)
         size, tokens = config.data.micro_batch()
         self.micro = MicroBatching(None if size is None else 2 * size, tokens, unit=2)  # both answers of a pair
         self.loss = DPOLoss(config.loss) if reference is not None else PairwiseRewardLoss(config.loss)

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,6 +23,7 @@ from verl.checkpoint.state import TRAINER_STATE, load_state
 from verl.data import has_images
 from verl.data.loader import ResumableDataLoader, create_dataloader
 from verl.data.sft_dataset import SFTCollator, SFTDataset, check_examples, create_examples
+from verl.trainer.closing import RunReport, print_lines, told_when_it_fails
 from verl.trainer.image_checks import engine_problems, model_problems, refuse
 from verl.trainer.run_record import open_run, write_record
 from verl.trainer.sft_saving import SFTSaver, on_rank_zero
@@ -68,6 +69,22 @@ class SFTTrainer:
     #: word of the command ``verl``
     program: ClassVar[str] = "sft"
 
+    @property
+    def next_step(self) -> str:
+        """Command for the trained model; ``{model}`` stands for its directory."""
+        return "verl train actor_rollout_ref.model.path={model} data.train_files=PROMPTS"
+
+    def closing_lines(self) -> list[str]:
+        """What the program says at its end; of the first rank."""
+        assert self.saver.manager is not None
+        return self.report.lines(
+            self.step,
+            root=self.saver.manager.root,
+            model=self.final_model,
+            checkpoint=self.saver.complete(),
+            stopped=self.stopped,
+        )
+
     def __init__(
         self,
         *,
@@ -95,6 +112,7 @@ class SFTTrainer:
         self.validation_due = False  # that of the last step was given up
         self.watch = watch or StopWatch()
         self.saver = SFTSaver(config.trainer, engine, checkpoints)
+        self.report = RunReport(config.trainer, total_steps, self.next_step, "optim.lr")
         self.nonfinite = NonfiniteUpdates(config.trainer.on_nonfinite, self.saver.newest, self.saver.restore)
 
     def fit(self) -> dict[str, float]:
@@ -128,6 +146,7 @@ class SFTTrainer:
                 self.saver.failed = 0
             if self.tracker is not None:
                 self.tracker.log(metrics, step=self.step)
+                self.report.note(metrics, self.step)
             self.saver.poll()  # after the record of the step: a run that is resumed from it has that record
             if self.stopped:
                 break
@@ -405,17 +424,21 @@ def locked_directory(config: FineTuningConfig) -> AbstractContextManager[None]:
 
 def run(trainer: SFTTrainer) -> dict[str, float] | None:
     """:func:`run_sft` for a trainer that is built."""
+    first = trainer.saver.manager is not None
+
+    def state() -> str:
+        return describe_state(trainer.step, trainer.saver.complete(), trainer.config.trainer)
+
     try:
         if trainer.saver.manager is not None:
             write_record(trainer.config, trainer.saver.manager)  # not before all that can be wrong is found
-        with (
-            trainer.watch,
-            account(lambda: describe_state(trainer.step, trainer.saver.complete(), trainer.config.trainer)),
-        ):
+        with trainer.watch, account(state), told_when_it_fails(state) if first else nullcontext():
             metrics = trainer.fit()
         if trainer.stopped:
             require_saved(trainer.config.trainer.save_freq)
-        return None if trainer.stopped else metrics
     finally:
         if trainer.tracker is not None:
             trainer.tracker.finish()
+    if first:
+        print_lines(trainer.closing_lines())
+    return None if trainer.stopped else metrics

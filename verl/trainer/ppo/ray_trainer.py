@@ -25,6 +25,7 @@ from verl.errors import CheckpointError, RewardError
 from verl.protocol import DataProto
 from verl.schema import check_batch
 from verl.single_controller.base import StartedCall, WorkerGroup
+from verl.trainer.closing import RunReport
 from verl.trainer.ppo.advantage import (
     apply_kl_penalty,
     compute_advantage,
@@ -125,6 +126,13 @@ class RayPPOTrainer:
         self.saver = RunSaver(config.trainer, checkpoints, self._saved_groups(), background=config.saves_in_background)
         self.nonfinite = NonfiniteUpdates(config.trainer.on_nonfinite, self.saver.newest, self.saver.restore)
         self.memory_reported = not logger.isEnabledFor(logging.INFO)
+        self.report = RunReport(
+            config.trainer,
+            total_steps,
+            "verl generate model.path={model} data.path=PROMPTS data.output_path=ANSWERS.jsonl",
+            "actor_rollout_ref.actor.optim.lr",
+            [path for path in (config.trainer.rollout_data_dir, config.trainer.validation_data_dir) if path],
+        )
         self.mismatch = MismatchMonitor(config.algorithm.rollout_correction.report_threshold)
         self.estimator_state = make_state(get_adv_estimator_fn(config.algorithm.adv_estimator), config.algorithm)
 
@@ -135,7 +143,7 @@ class RayPPOTrainer:
             logger.warning("all %d steps are done already; raise trainer.total_epochs to go on", self.total_steps)
         self.sync_weights()
         if self.validation_due or (self.config.trainer.val_before_train and self.step == 0):
-            self.tracker.log(self.validate(), step=self.step)
+            self.record(self.validate())
 
         while self.step < self.total_steps and not self.stopped:
             self.step += 1
@@ -174,7 +182,7 @@ class RayPPOTrainer:
             metrics.update(self.saver.drain())
             if not self.memory_reported:
                 self.report_memory()
-            self.tracker.log(metrics, step=self.step)
+            self.record(metrics)
             self.keep_state(metrics)
             self.saver.poll()  # after the record of the step: a run that is resumed from it has that record
         self.saver.finish()
@@ -197,6 +205,11 @@ class RayPPOTrainer:
             batch = self.arrange(batch)
             return self.run_forward_passes(batch, timer), metrics
 
+    def record(self, metrics: dict[str, float]) -> None:
+        """Send the metrics of a step or of a validation to the trackers, and look for what goes wrong."""
+        self.tracker.log(metrics, step=self.step)
+        self.report.note(metrics, self.step)
+
     def validate(self) -> dict[str, float]:
         """Metrics of the validation set under the current policy; samples go to the trackers and the dump directory."""
         if self.validator is None:
@@ -217,7 +230,7 @@ class RayPPOTrainer:
         """Validate the checkpoint or the initial model once, without training."""
         self.load_checkpoint()
         self.sync_weights()
-        self.tracker.log(self.validate(), step=self.step)
+        self.record(self.validate())
 
     # ---- the phases ----------------------------------------------------------------------------------------
 
@@ -456,6 +469,16 @@ class RayPPOTrainer:
         if not self.trained and is_exported(manager.root, origin):
             return manager.root / EXPORT_DIR
         return Path(_first(self.actor_rollout.export_model(str(manager.root), origin)))
+
+    def closing_lines(self) -> list[str]:
+        """What the program says at its end."""
+        return self.report.lines(
+            self.step,
+            root=self.saver.manager.root,
+            model=self.final_model,
+            checkpoint=self.saver.complete(),
+            stopped=self.stopped,
+        )
 
     def load_checkpoint(self) -> None:
         """Continue from the checkpoint that ``trainer.resume_mode`` selects, if there is one."""
