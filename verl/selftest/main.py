@@ -167,6 +167,8 @@ def _certify(options: argparse.Namespace) -> int:
         faults=options.plant,
         trust_remote_code=options.trust_remote_code,
     )
+    if certificate.refusal:
+        sys.stderr.write(f"verl selftest: refused at start-up: {certificate.refusal}\n")
     write_result(certificate.text() + "\n")
     if options.json:
         _write(partial(certificate.write_json, hashes=not options.no_hashes), options.json)

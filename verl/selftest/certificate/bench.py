@@ -82,19 +82,17 @@ class Bench:
         if tokenizer is None:
             return None
         known = torch.zeros(self.subject.vocabulary, dtype=torch.bool)
-        ids = torch.tensor(sorted({*tokenizer.get_vocab().values(), *tokenizer.added_tokens_decoder}))
+        named = {number for text, number in tokenizer.get_vocab().items() if text}
+        ids = torch.tensor(sorted(named | {n for n, token in tokenizer.added_tokens_decoder.items() if token.content}))
         known[ids[ids < len(known)]] = True
         return None if bool(known.all()) else known
 
     @cached_property
     def rows(self) -> Rows:
         """Rows and prompts."""
-        known = self.subject.vocabulary
-        if self.allowed is not None:  # ids without text lie behind those of the tokenizer
-            holes = (~self.allowed).nonzero()
-            known = int(holes[0])
+        holes = [] if self.allowed is None else (~self.allowed).nonzero()[:, 0].tolist()
         rows = make_rows(
-            self.subject, pad=self.special[1], known=known, longest=self.longest, room=MAX_TOKENS, seed=self.seed
+            self.subject, pad=self.special[1], excluded=holes, longest=self.longest, room=MAX_TOKENS, seed=self.seed
         )
         for limit in rows.not_reached:
             self.subject.notes.append(

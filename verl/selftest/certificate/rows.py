@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -38,18 +39,18 @@ class Rows:
         return max(len(prompt) for prompt in self.prompts)
 
 
-def make_rows(subject: Subject, *, pad: int, known: int, longest: int, room: int, seed: int = 0) -> Rows:
+def make_rows(subject: Subject, *, pad: int, excluded: Collection[int], longest: int, room: int, seed: int = 0) -> Rows:
     """Rows for a model.
 
     Args:
         subject: the model.
         pad: the padding token.
-        known: tokens are below this.
+        excluded: tokens that no row has.
         longest: no row has more tokens.
         room: tokens that are sampled after a prompt.
         seed: of the draw.
     """
-    probe = make_probe(subject.config, vocab_size=known, pad_token_id=min(pad, known - 1), seed=seed, longest=longest)
+    probe = make_probe(subject.config, pad_token_id=pad, excluded=excluded, seed=seed, longest=longest)
     batch = TensorDict(probe.batch(pad), batch_size=[len(probe.rows)])
     generator = torch.Generator().manual_seed(seed)
     batch["advantages"] = torch.randn(batch["response_mask"].shape, generator=generator)
