@@ -21,6 +21,7 @@ OWN = {
     "selftest/certificate/tokens.py": "rows of plain text for a test",
     "selftest/certificate/faults.py": "a tokenizer's own settings with one value changed",
     "utils/run_lock.py": "the owner of a lock, which our own reader reads",
+    "workers/rollout/openai_api.py": "answers that are plain already, and the writer for others",
     "workers/rollout/sglang_adapters.py": "protocol between our processes",
     "workers/rollout/sglang_process.py": "protocol between our processes",
     "workers/rollout/sglang_scheduler.py": "protocol between our processes",

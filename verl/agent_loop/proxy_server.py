@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from verl.agent_loop.proxy_session import Answer, ProxySession
-from verl.workers.rollout.openai_api import aiohttp_web, errors_as_json, send_event, usage_of
-from verl.workers.rollout.openai_protocol import ApiError, envelope
+from verl.workers.rollout.openai_api import aiohttp_web, errors_as_json, json_of, read_body, send_event, usage_of
+from verl.workers.rollout.openai_protocol import LIMITS, ApiError, envelope, parse_json
 
-_MAX_BODY = 64 << 20
 #: seconds that a request in progress may take when the last trajectory has ended
 _SHUTDOWN_S = 1.0
 _MODEL = "policy"
@@ -52,7 +50,7 @@ class ProxyServer:
 
     async def _start(self) -> None:
         web = self._web
-        app = web.Application(client_max_size=_MAX_BODY, middlewares=[errors_as_json(web)])
+        app = web.Application(client_max_size=LIMITS.body_bytes, middlewares=[errors_as_json(web)])
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/reward", self._reward)
@@ -91,7 +89,7 @@ class ProxyServer:
         whole["usage"] = usage_of([answer.choice], 1)
         if answer.call.token_ids:
             whole["prompt_token_ids"] = answer.choice.prompt_ids
-        return self._web.json_response(whole)
+        return self._web.json_response(whole, dumps=json_of)
 
     async def _stream(self, request: Any, answer: Answer, model: str) -> Any:
         """Send an answer as events. It is whole before the first: nothing is sent that the ledger does not have."""
@@ -133,10 +131,4 @@ async def serving(session: ProxySession) -> AsyncIterator[tuple[str, str]]:
 
 
 async def _json(request: Any) -> Any:
-    try:
-        body = json.loads(await request.read())
-    except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    return body
+    return parse_json(await read_body(request))

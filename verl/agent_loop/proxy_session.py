@@ -19,7 +19,7 @@ from verl.tools.parsers import PARSERS, BrokenCall, ToolParser
 from verl.utils.tokenizer import text_without_specials
 from verl.workers.rollout.base import Completion, SamplingParams
 from verl.workers.rollout.openai_api import ChatBody, Choice
-from verl.workers.rollout.openai_protocol import ApiError, Call, parse_call, parse_chat
+from verl.workers.rollout.openai_protocol import CHARS_PER_TOKEN, LIMITS, ApiError, Call, parse_call, parse_chat
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +102,13 @@ class ProxySession:
         Raises:
             ApiError: the request is refused.
         """
-        call = parse_call(body, "chat", default_max_tokens=self.context.config.response_length)
+        config = self.context.config
+        call = parse_call(body, "chat", default_max_tokens=config.response_length)
         self._check(call, body)
-        messages, usable, arguments = parse_chat(body)
+        places = config.prompt_length + config.response_length
+        messages, usable, arguments = parse_chat(
+            body, replace(LIMITS, prompt_chars=min(LIMITS.prompt_chars, max(4096, CHARS_PER_TOKEN * places)))
+        )
         try:
             messages = as_messages(messages)
         except DataError as error:

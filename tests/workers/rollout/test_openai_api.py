@@ -7,10 +7,10 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from transformers import AddedToken, AutoModelForCausalLM
 
 from tests.fixtures.tiny import make_tokenizer
 from tests.tools.test_parsers import FIND, OURS, SCHEMAS, written
+from tests.utils.test_detokenizer import byte_level
 from tests.workers.rollout.helpers import weights_of
 from tests.workers.rollout.served import load, replicas
 from tests.workers.rollout.test_server import Here
@@ -393,3 +394,127 @@ def test_an_endpoint_with_a_key_answers_those_who_have_it() -> None:
         assert not backend.requests
         friend = openai.OpenAI(base_url=url, api_key="s3cret", max_retries=0, timeout=30)
         assert friend.chat.completions.create(model="policy", messages=CHAT).choices[0].message.content == "hi"
+
+
+def status_of(url: str, body: bytes) -> tuple[int, dict[str, Any]]:
+    """Status and error of a raw request."""
+    request = Request(url, data=body, headers={"Content-Type": "application/json"})
+    try:
+        with urlopen(request, timeout=60) as answer:
+            return answer.status, {}
+    except HTTPError as error:
+        return error.code, json.load(error)["error"]
+
+
+def chat_of(**more: Any) -> bytes:
+    return json.dumps({"model": "policy", "messages": CHAT, **more}).encode()
+
+
+def completion_of(**more: Any) -> bytes:
+    return json.dumps({"model": "policy", "prompt": "a", **more}).encode()
+
+
+DEEP = {"role": "user", "content": "a", "extra": json.loads("[" * 200 + "]" * 200)}
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status", "words"),
+    [
+        ("completions", completion_of(n=50_000), 400, ["n=50000", "128"]),
+        ("completions", completion_of(n=2, prompt=["a"] * 100), 400, ["n times prompts=200", "128"]),
+        ("completions", completion_of(prompt=["a"] * 200), 400, ["number of prompts=200", "128"]),
+        ("completions", completion_of(best_of=50_000), 400, ["best_of=50000"]),
+        ("completions", completion_of(logprobs=50), 400, ["logprobs=50"]),
+        ("completions", completion_of(max_tokens=1 << 40), 400, ["max_tokens=1099511627776", str(1 << 20)]),
+        ("completions", completion_of(stop=["x"] * 100), 400, ["number of stop texts=100", "16"]),
+        ("completions", completion_of(stop="x" * 5000), 400, ["characters of a stop text=5000", "1024"]),
+        ("completions", completion_of(stop=["a", ""]), 422, ["an empty text"]),
+        ("completions", completion_of(stop_token_ids=[1] * 5000), 400, ["stop_token_ids=5000", "1024"]),
+        ("completions", completion_of(prompt="a" * 100_000), 400, ["=100000", "25600"]),
+        ("completions", completion_of(prompt=[5, 10**9]), 400, ["no token 1000000000"]),
+        ("completions", completion_of(prompt=[5, -1]), 400, ["no token -1"]),
+        ("completions", completion_of(prompt="a\ud83d"), 400, ["character 1", "half of a character"]),
+        ("completions", b'{"prompt": "a", "temperature": NaN}', 400, ["NaN is not part of JSON"]),
+        ("completions", b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", 400, ["not JSON"]),
+        ("completions", b"[" * 100_000, 400, ["nested"]),
+        ("completions", b'{"a":' * 5000 + b"1" + b"}" * 5000, 400, ["nested more than 64"]),
+        ("completions", b"[1]", 400, ["must be a JSON object"]),
+        ("completions", b"\xff\xfe{}", 400, ["not JSON"]),
+        ("completions", b'{"prompt": "' + b"a" * (17 << 20) + b'"}', 413, [str(16 << 20)]),
+        ("chat/completions", chat_of(n=129), 400, ["n=129", "128"]),
+        ("chat/completions", chat_of(messages=CHAT * 5000), 400, ["number of messages=5000", "4096"]),
+        ("chat/completions", chat_of(messages=[DEEP]), 400, ["nested more than 64"]),
+        ("chat/completions", chat_of(messages=[{"role": "user", "content": "\udc00"}]), 400, ["half of a character"]),
+        ("chat/completions", chat_of(messages=[{"role": "user", "content": "a" * 30_000}]), 400, ["25600"]),
+        ("chat/completions", chat_of(messages=[{"role": "user", "content": [{"type": "text"}]}]), 422, ["text"]),
+        ("chat/completions", chat_of(tools=TOOLS * 600), 400, ["number of tools=600", "512"]),
+        ("chat/completions", chat_of(tools=[{"function": {"description": "\ud800"}}]), 400, ["half of a character"]),
+    ],
+)  # fmt: skip
+def test_requests_beyond_a_limit_are_refused_by_value_and_limit(
+    route: str, body: bytes, status: int, words: list[str]
+) -> None:
+    with scripted("x") as (client, backend):
+        found, error = status_of(f"{client.base_url}{route}", body)
+        assert found == status, error
+        assert all(word in error["message"] for word in words), error
+        assert backend.requests == []
+        client.completions.create(model="policy", prompt="a")  # the next one is served
+
+
+def test_a_large_prompt_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    with scripted("x", max_model_len=1 << 20) as (client, backend):
+        encode = backend.tokenizer.encode
+        began, may_end = Event(), Event()
+
+        def slow(text: str, **settings: Any) -> list[int]:
+            if len(text) > 1000:
+                began.set()
+                assert may_end.wait(60)
+            return encode(text, **settings)
+
+        monkeypatch.setattr(backend.tokenizer, "encode", slow)
+        body = completion_of(prompt="a" * 100_000)
+        large = Thread(target=lambda: status_of(f"{client.base_url}completions", body))
+        large.start()
+        assert began.wait(30)
+        client.completions.create(model="policy", prompt="a", timeout=20)
+        client.chat.completions.create(model="policy", messages=CHAT, timeout=20)
+        may_end.set()
+        large.join(60)
+        assert len(backend.requests) == 3
+
+
+@pytest.mark.parametrize("stops", [[], ["9\n数"], ["学は", "zz"]])
+def test_a_long_stream_in_every_size_of_pieces_is_the_whole_answer(stops: list[str]) -> None:
+    text = "".join(f"{number % 10}\n数学は楽しい😀 " for number in range(40))
+    backend = Scripted("")
+    backend.tokenizer = byte_level()
+    backend.tokens = [*backend.tokenizer.encode(text), backend.tokenizer.eos_token_id]
+    endpoint = OpenAIEndpoint(backend, backend.tokenizer, ApiSettings("policy", 5000, 8000))
+    with in_thread(endpoint.start) as url:
+        client = client_of(url)
+        settings = {"model": "policy", "prompt": "a", **({"stop": stops} if stops else {})}
+        whole = client.completions.create(**settings).choices[0]
+        streamed = [chunk.choices[0] for chunk in client.completions.create(**settings, stream=True)]
+    places = [place for stop in stops if (place := text.find(stop)) >= 0]
+    assert whole.text == (text[: min(places)] if places else text)
+    assert "".join(chunk.text for chunk in streamed) == whole.text
+    assert streamed[-1].finish_reason == whole.finish_reason == "stop"
+
+
+def test_numbers_that_are_none_are_valid_json() -> None:
+    """An engine's log-probability of a token that it could not sample."""
+    with scripted("ab") as (client, backend):
+
+        async def odd(request: GenerationRequest, *, session: str | None = None) -> Completion:
+            return Completion([5, 6], [float("-inf"), float("nan")], "stop", 3)
+
+        backend.generate = odd  # type: ignore[method-assign]
+        for stream in (False, True):
+            body = completion_of(logprobs=0, stream=stream)
+            with urlopen(Request(f"{client.base_url}completions", data=body), timeout=20) as answer:
+                for line in answer.read().decode().splitlines():
+                    data = line.removeprefix("data: ")
+                    if data.startswith("{"):
+                        json.loads(data, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))

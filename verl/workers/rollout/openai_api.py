@@ -4,7 +4,10 @@ It stands before one server, or as a router before all of them: whatever has ``g
 before a :class:`~verl.workers.rollout.client.RolloutClient` too. Needs aiohttp (``verl[server]``).
 
 Answers that are sent in pieces, or end at a text, are sampled in pieces: a piece continues the sample exactly where the
-last one ended, and a server that has the beginning in its cache does not compute it again.
+last one ended, and a server that has the beginning in its cache does not compute it again. Tokens are decoded once.
+
+What a request may ask for has limits (:class:`~verl.workers.rollout.openai_protocol.Limits`), and large prompts become
+tokens beside the event loop, so that one request does not hold up the others.
 """
 
 from __future__ import annotations
@@ -15,29 +18,38 @@ import json
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any, Protocol, TypeVar
 
 from verl.errors import ConfigError, ReplicaError, RolloutError
 from verl.tools.parsers import PARSERS, BrokenCall, ToolCall, ToolParser, length_before
+from verl.utils.detokenizer import Detokenizer
 from verl.utils.json_text import dumps_json
-from verl.utils.tokenizer import text_without_specials
 from verl.workers.rollout.base import Completion, GenerationRequest
 from verl.workers.rollout.openai_protocol import (
+    CHARS_PER_TOKEN,
+    LIMITS,
     ApiError,
     Call,
+    Limits,
     envelope,
     parse_call,
     parse_chat,
+    parse_json,
     parse_prompts,
     usage,
 )
 
 logger = logging.getLogger(__name__)
 
+R = TypeVar("R")
+
 #: tokens of the first piece and of the largest one; pieces grow, because each has a fixed cost
 _FIRST_PIECE, _LARGEST_PIECE = 1, 32
-_MAX_BODY = 64 << 20
+#: a body or a prompt of more characters is read, rendered and tokenized in a thread
+_INLINE_CHARS = 16_384
 
 
 class Backend(Protocol):
@@ -56,6 +68,7 @@ class ApiSettings:
         max_model_len: most tokens of prompt and answer; None: the engine decides.
         tool_format: how the model writes calls of tools.
         api_key: that requests must bring; None: none is asked for.
+        limits: of what a request may ask for.
     """
 
     model: str
@@ -63,6 +76,7 @@ class ApiSettings:
     max_model_len: int | None = None
     tool_format: str = "hermes"
     api_key: str | None = field(default=None, repr=False)
+    limits: Limits = LIMITS
 
 
 @dataclass
@@ -74,6 +88,40 @@ class Choice:
     completion: Completion
     text: str = ""
     finish_reason: str | None = None
+
+
+class GrowingText:
+    """The text of a choice, up to the first of the stop texts; what could become one is held back.
+
+    Args:
+        tokenizer: of the model.
+        stops: texts that end the choice, which it does not contain.
+        marks: special tokens that are part of the text.
+
+    Attributes:
+        stopped: whether a stop text ended it.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str], marks: Sequence[str]) -> None:
+        self._stops = stops
+        self._words = Detokenizer(tokenizer, marks)
+        self._held = ""
+        self.stopped = False
+
+    def feed(self, tokens: Sequence[int], *, last: bool) -> str:
+        """The text that is certain by these tokens, which follow the earlier ones, and was not before."""
+        text = self._held + self._words.feed(tokens, last=last)
+        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        self.stopped = bool(found)
+        certain = min(found) if found else len(text) if last else length_before(text, self._stops)
+        self._held = text[certain:]
+        return text[:certain]
+
+
+def _spoken(call: Call, completion: Completion) -> list[int]:
+    """The tokens less one that was asked to end the choice."""
+    ids = completion.token_ids
+    return ids[:-1] if completion.finish_reason == "stop" and ids[-1] in call.sampling.stop_token_ids else ids
 
 
 class OpenAIEndpoint:
@@ -95,11 +143,18 @@ class OpenAIEndpoint:
         self._parser: Callable[..., ToolParser] = PARSERS[settings.tool_format]
         self._web = aiohttp_web()
         self._runner: Any = None
+        self._vocabulary = len(tokenizer)
+        longest = settings.max_model_len
+        most = settings.limits.prompt_chars
+        if longest is not None:  # a longer text cannot fit and need not be tokenized to know it
+            most = min(most, max(4096, CHARS_PER_TOKEN * longest))
+        self._limits = replace(settings.limits, prompt_chars=most)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="verl-tokenize")
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Listen; returns the base URL for clients. Port 0 takes a free one."""
         web = self._web
-        app = web.Application(client_max_size=_MAX_BODY, middlewares=[errors_as_json(web), self._guard()])
+        app = web.Application(client_max_size=self._limits.body_bytes, middlewares=[errors_as_json(web), self._guard()])
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)
@@ -116,6 +171,13 @@ class OpenAIEndpoint:
         """Stop listening."""
         if self._runner is not None:
             await self._runner.cleanup()
+        self._thread.shutdown(wait=False)
+
+    async def _aside(self, size: int, work: Callable[[], R]) -> R:
+        """The result of work on so many characters; much work is done in a thread."""
+        if size <= _INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _guard(self) -> Any:
         """Lets requests with the key pass."""
@@ -140,15 +202,21 @@ class OpenAIEndpoint:
         return self._web.json_response({"object": "list", "data": [entry]})
 
     async def _chat(self, request: Any) -> Any:
-        body = await self._body(request)
-        call = parse_call(body, "chat", default_max_tokens=self.settings.default_max_tokens)
-        messages, tools, arguments = parse_chat(body)
+        body, size = await self._body(request)
+        call = parse_call(body, "chat", default_max_tokens=self.settings.default_max_tokens, limits=self._limits)
+        messages, tools, arguments = parse_chat(body, self._limits)
         if not getattr(self.tokenizer, "chat_template", None):
             raise ApiError(400, "the model's tokenizer has no chat template; use /v1/completions", "messages")
-        try:
-            ids = self.tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False, **arguments
+
+        def render() -> list[int]:
+            return list(
+                self.tokenizer.apply_chat_template(
+                    messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False, **arguments
+                )
             )
+
+        try:
+            ids = await self._aside(size, render)
         except Exception as error:
             raise ApiError(400, f"the chat template refuses the messages: {error}", "messages") from error
         functions = [tool.get("function", {}) for tool in tools or ()]
@@ -156,22 +224,32 @@ class OpenAIEndpoint:
         return await self._answer(request, call, [ids], ChatBody(self.token_text, call, parser))
 
     async def _complete(self, request: Any) -> Any:
-        body = await self._body(request)
-        call = parse_call(body, "completions", default_max_tokens=self.settings.default_max_tokens)
-        prompts = parse_prompts(body, self.tokenizer.encode)
+        body, size = await self._body(request)
+        call = parse_call(body, "completions", default_max_tokens=self.settings.default_max_tokens, limits=self._limits)
+        given = parse_prompts(body, self._limits)
+        self._limits.check("choices", call.n * len(given), "n", "n times prompts")
+
+        def encode() -> list[list[int]]:
+            return [self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in given]
+
+        prompts = await self._aside(size, encode)
+        strange = next((token for ids in prompts for token in ids if not 0 <= token < self._vocabulary), None)
+        if strange is not None:
+            raise ApiError(
+                400, f"prompt: the model has no token {strange}; ids are 0 to {self._vocabulary - 1}", "prompt"
+            )
         return await self._answer(request, call, prompts, _TextBody(self.token_text, call))
 
-    async def _body(self, request: Any) -> dict[str, Any]:
-        try:
-            body = json.loads(await request.read())
-        except ValueError as error:
-            raise ApiError(400, f"the body is not JSON: {error}") from None
-        model = body.get("model") if isinstance(body, dict) else None
+    async def _body(self, request: Any) -> tuple[dict[str, Any], int]:
+        """The body, and how large it is."""
+        data = await read_body(request, self._limits)
+        body = await self._aside(len(data), lambda: parse_json(data, self._limits))
+        model = body.get("model")
         if model is not None and model != self.settings.model:
             raise ApiError(
                 404, f"the model {model!r} is not here; this is {self.settings.model!r}", "model", "model_not_found"
             )
-        return body
+        return body, len(data)
 
     async def _answer(self, request: Any, call: Call, prompts: list[list[int]], form: _Body) -> Any:
         call = self._within_context(call, prompts)
@@ -186,7 +264,7 @@ class OpenAIEndpoint:
         answer["usage"] = usage_of(choices, call.n)
         if call.token_ids:
             answer["prompt_token_ids"] = prompts[0]
-        return self._web.json_response(answer)
+        return self._web.json_response(answer, dumps=json_of)
 
     def _within_context(self, call: Call, prompts: Sequence[list[int]]) -> Call:
         limit, longest = self.settings.max_model_len, max(map(len, prompts))
@@ -213,6 +291,7 @@ class OpenAIEndpoint:
         """Let a choice grow to its end; yields the new text of each piece, in which ``marks`` are kept."""
         sampling = call.sampling_of(choice.index % call.n)
         name = f"http-{uuid.uuid4().hex}"
+        text = GrowingText(self.tokenizer, call.stop, marks)
         piece = _FIRST_PIECE if call.stream else _LARGEST_PIECE
         in_pieces = call.stream or bool(call.stop)
         while True:
@@ -229,9 +308,9 @@ class OpenAIEndpoint:
             )
             done = got.finish_reason != "length" or len(got.token_ids) >= sampling.max_tokens
             choice.completion = got
-            text, cut = self._text(call, got, done, marks)
-            new, choice.text = text[len(choice.text) :], text
-            if cut:
+            new = text.feed(_spoken(call, got)[len(have) :], last=done)
+            choice.text += new
+            if text.stopped:
                 choice.finish_reason = "stop"
             elif done:
                 choice.finish_reason = got.finish_reason
@@ -240,20 +319,6 @@ class OpenAIEndpoint:
             if choice.finish_reason:
                 return
             piece = min(2 * piece, _LARGEST_PIECE)
-
-    def _text(self, call: Call, completion: Completion, done: bool, marks: Sequence[str]) -> tuple[str, bool]:
-        """Text that is certain by now, and whether a stop text ended it."""
-        ids = completion.token_ids
-        if completion.finish_reason == "stop" and ids[-1] in call.sampling.stop_token_ids:
-            ids = ids[:-1]
-        text = text_without_specials(self.tokenizer, ids, keep=marks)
-        found = [place for stop in call.stop if (place := text.find(stop)) >= 0]
-        if found:
-            return text[: min(found)], True
-        if done:
-            return text, False
-        keep = len(text.rstrip("\ufffd"))  # a character whose bytes are not all there
-        return text[: min(keep, length_before(text, call.stop))], False
 
     def token_text(self, token: int) -> str:
         """The text of one token."""
@@ -347,7 +412,7 @@ class _TextBody:
         tokens = choice.completion.token_ids[sent:]
         if self.call.logprobs:
             texts = [self.token_text(token) for token in tokens]
-            offsets = [sum(map(len, texts[:number])) for number in range(len(texts))]
+            offsets = list(accumulate(map(len, texts), initial=0))[:-1]
             values = choice.completion.log_probs[sent:]
             entry["logprobs"] = {
                 "tokens": texts,
@@ -371,6 +436,7 @@ class ChatBody:
         self.parser = parser
         self.marks = parser.marks if parser is not None else ()
         self._sent: dict[int, int] = {}
+        self._plain: dict[int, int] = {}
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         content, calls, reason = self._parsed(choice)
@@ -391,7 +457,10 @@ class ChatBody:
         if reason is not None:
             text, calls, reason = self._parsed(choice)
         elif self.parser is not None:
-            text = text[: self.parser.plain_length(text)].rstrip()
+            plain = self._plain.get(choice.index, 0)  # what was certain to be no call stays so
+            plain += self.parser.plain_length(text[plain:])
+            self._plain[choice.index] = plain
+            text = text[:plain].rstrip()
         begin = self._sent.get(choice.index, 0)
         self._sent[choice.index] = max(begin, len(text))
         if text[begin:]:
@@ -462,6 +531,23 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, f"{type(error).__name__}: {error}")
 
 
+async def read_body(request: Any, limits: Limits = LIMITS) -> bytes:
+    """The body of a request to one of aiohttp's applications.
+
+    Raises:
+        ApiError: 413: it is too large.
+    """
+    try:
+        data: bytes = await request.read()
+    except aiohttp_web().HTTPRequestEntityTooLarge:
+        size = request.content_length
+        found = "larger" if size is None else f"{size} bytes"
+        raise ApiError(
+            413, f"the body is {found}: the limit is {limits.body_bytes} bytes", code="limit_exceeded"
+        ) from None
+    return data
+
+
 def errors_as_json(web: Any) -> Any:
     """Middleware for aiohttp's ``web``: whatever goes wrong is answered in OpenAI's form."""
 
@@ -480,7 +566,15 @@ def errors_as_json(web: Any) -> Any:
 
 async def send_event(response: Any, data: dict[str, Any]) -> None:
     """Write one server-sent event."""
-    await response.write(b"data: " + dumps_json(data, ascii_only=True).encode() + b"\n\n")
+    await response.write(b"data: " + json_of(data).encode() + b"\n\n")
+
+
+def json_of(data: dict[str, Any]) -> str:
+    """The JSON of an answer. Almost all are plain; what is not, such as a number that is none, takes the slower way."""
+    try:
+        return json.dumps(data, allow_nan=False)
+    except (TypeError, ValueError):
+        return dumps_json(data, ascii_only=True)
 
 
 def aiohttp_web() -> Any:

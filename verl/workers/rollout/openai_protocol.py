@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,50 @@ class ApiError(VerlError):
         """The body in OpenAI's form."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may ask for at most; more is answered with 400, a larger body with 413.
+
+    They keep one request from holding up the others. What a model can take is less in most cases.
+
+    Attributes:
+        body_bytes: of the JSON body.
+        depth: levels of lists and objects in it.
+        prompts, choices: in one request; choices are counted over all prompts (``n`` of each).
+        messages, tools: of a chat.
+        prompt_chars: of all texts that become prompts.
+        max_tokens: of a choice.
+        stops, stop_chars, stop_token_ids: texts that end a choice, characters of each, and tokens.
+    """
+
+    body_bytes: int = 16 << 20
+    depth: int = 64
+    prompts: int = 128
+    choices: int = 128
+    messages: int = 4096
+    tools: int = 512
+    prompt_chars: int = 8 << 20
+    max_tokens: int = 1 << 20
+    stops: int = 16
+    stop_chars: int = 1024
+    stop_token_ids: int = 1024
+
+    def check(self, name: str, value: int, param: str, what: str = "") -> None:
+        """Refuse a number above the limit ``name``.
+
+        Raises:
+            ApiError: 400.
+        """
+        limit = getattr(self, name)
+        if value > limit:
+            raise ApiError(400, f"{what or param}={value}: the limit is {limit}", param, "limit_exceeded")
+
+
+LIMITS = Limits()
+#: characters that a token has at most, as a rule: a text that is longer than so many for each place does not fit
+CHARS_PER_TOKEN = 64
 
 
 @dataclass(frozen=True)
@@ -95,13 +140,50 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def parse_call(body: Any, route: str, *, default_max_tokens: int) -> Call:
+def parse_json(data: bytes, limits: Limits = LIMITS) -> dict[str, Any]:
+    """The object that a body holds.
+
+    Raises:
+        ApiError: 400: it is no JSON, no object, holds NaN or infinities, or is nested too deeply.
+    """
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not part of JSON")
+
+    try:
+        body = json.loads(data, parse_constant=refuse)
+    except RecursionError:
+        raise ApiError(
+            400, f"the body is nested more than {limits.depth} levels deep, which is the limit", code="limit_exceeded"
+        ) from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    level: list[Any] = [body]
+    for _ in range(limits.depth):
+        level = [item for value in level for item in _inside(value)]
+        if not level:
+            return body
+    raise ApiError(
+        400, f"the body is nested more than {limits.depth} levels deep, which is the limit", code="limit_exceeded"
+    )
+
+
+def _inside(value: Any) -> list[Any]:
+    """The containers that a container holds."""
+    items = value.values() if isinstance(value, dict) else value
+    return [item for item in items if isinstance(item, dict | list)]
+
+
+def parse_call(body: Any, route: str, *, default_max_tokens: int, limits: Limits = LIMITS) -> Call:
     """Check a body and take its settings.
 
     Args:
         body: decoded JSON.
         route: ``"chat"`` or ``"completions"``.
         default_max_tokens: where none is given.
+        limits: of its numbers.
 
     Raises:
         ApiError: 400 for what is not served, 422 for a value of the wrong type or out of range.
@@ -118,16 +200,24 @@ def parse_call(body: Any, route: str, *, default_max_tokens: int) -> Call:
     max_tokens = _typed(body, limit_key, int, default_max_tokens)
     stop = body.get("stop") or ()
     stop = (stop,) if isinstance(stop, str) else tuple(_list_of(stop, str, "stop"))
+    limits.check("stops", len(stop), "stop", "number of stop texts")
+    limits.check("stop_chars", max(map(len, stop), default=0), "stop", "characters of a stop text")
+    if "" in stop:
+        raise ApiError(422, "stop: an empty text ends every answer before it begins; leave it out", "stop")
     options = _typed(body, "stream_options", Mapping, {}) or {}
     n = _typed(body, "n", int, 1)
     if n < 1:
         raise ApiError(422, f"n={n}: at least one choice", "n")
+    limits.check("choices", n, "n")
+    limits.check("max_tokens", max_tokens, limit_key)
+    stop_token_ids = tuple(_list_of(body.get("stop_token_ids") or (), int, "stop_token_ids"))
+    limits.check("stop_token_ids", len(stop_token_ids), "stop_token_ids", "number of stop_token_ids")
     if body.get("top_logprobs"):
         raise ApiError(400, "top_logprobs: only the sampled token has a log-probability; use 0", "top_logprobs")
     try:
         sampling = SamplingParams(
             max_tokens=max_tokens,
-            stop_token_ids=tuple(_list_of(body.get("stop_token_ids") or (), int, "stop_token_ids")),
+            stop_token_ids=stop_token_ids,
             **values,
         )
     except RolloutError as error:
@@ -174,11 +264,11 @@ def _list_of(values: Any, kind: type, key: str) -> list[Any]:
     return list(values)
 
 
-def parse_prompts(body: Mapping[str, Any], encode: Any) -> list[list[int]]:
-    """The ``prompt`` of a completion as tokens: a text, tokens, or a list of either.
+def parse_prompts(body: Mapping[str, Any], limits: Limits = LIMITS) -> list[str | list[int]]:
+    """The ``prompt`` of a completion: a text, tokens, or a list of either; as a list.
 
     Raises:
-        ApiError: 422.
+        ApiError: 400 or 422.
     """
     prompt = body.get("prompt")
     if isinstance(prompt, str):
@@ -187,10 +277,50 @@ def parse_prompts(body: Mapping[str, Any], encode: Any) -> list[list[int]]:
         raise ApiError(422, "prompt: give a text, a list of token ids, or a list of these", "prompt")
     if isinstance(prompt[0], int):
         prompt = [prompt]
-    return [encode(item) if isinstance(item, str) else _list_of(item, int, "prompt") for item in prompt]
+    limits.check("prompts", len(prompt), "prompt", "number of prompts")
+    limits.check("prompt_chars", sum(map(len, prompt)), "prompt", "characters and tokens of the prompts")
+    return [check_text(item, "prompt") if isinstance(item, str) else _list_of(item, int, "prompt") for item in prompt]
 
 
-def parse_chat(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None, dict[str, Any]]:
+def check_text(text: str, param: str) -> str:
+    """The text, if it is valid.
+
+    Raises:
+        ApiError: 400: it has half a character (a surrogate), which no tokenizer takes.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ApiError(
+            400,
+            f"{param}: character {error.start} is {text[error.start]!r}, half of a character; send valid text",
+            param,
+        ) from None
+    return text
+
+
+def check_texts(value: Any, param: str, limits: Limits = LIMITS) -> int:
+    """Characters of all texts in a JSON value, keys included.
+
+    Raises:
+        ApiError: 400: too many, or one is no valid text.
+    """
+    count, rest = 0, [value]
+    while rest:
+        item = rest.pop()
+        if isinstance(item, str):
+            count += len(check_text(item, param))
+        elif isinstance(item, Mapping):
+            rest += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple):
+            rest += item
+    limits.check("prompt_chars", count, param, f"characters of {param}")
+    return count
+
+
+def parse_chat(
+    body: Mapping[str, Any], limits: Limits = LIMITS
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None, dict[str, Any]]:
     """Messages, tools (None: none) and arguments of the chat template.
 
     Raises:
@@ -201,13 +331,16 @@ def parse_chat(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict
         raise ApiError(422, "messages: give a list of messages", "messages")
     if any(not isinstance(message, Mapping) or not isinstance(message.get("role"), str) for message in messages):
         raise ApiError(422, "messages: each needs a role and a content", "messages")
+    limits.check("messages", len(messages), "messages", "number of messages")
     tools = body.get("tools") or None
     if tools is not None and any(not isinstance(tool, Mapping) for tool in _list_of(tools, Mapping, "tools")):
         raise ApiError(422, "tools: must be a list of function schemas", "tools")
+    limits.check("tools", len(tools or ()), "tools", "number of tools")
     choice = body.get("tool_choice") or "auto"
     if choice not in ("auto", "none"):
         raise ApiError(400, f"tool_choice={choice!r}: the model decides itself; use auto or none", "tool_choice")
     arguments = _typed(body, "chat_template_kwargs", Mapping, {})
+    check_texts([messages, tools or [], arguments], "messages", limits)
     return [_with_text(message) for message in messages], None if choice == "none" else tools, dict(arguments)
 
 
@@ -219,6 +352,8 @@ def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
     kinds = {part.get("type") if isinstance(part, Mapping) else None for part in content}
     if kinds - {"text"}:
         raise ApiError(400, f"messages: content of type {kinds - {'text'}} is not served; use text", "messages")
+    if any(not isinstance(part.get("text"), str) for part in content):
+        raise ApiError(422, "messages: a part of type text needs a text", "messages")
     return {**message, "content": "".join(part["text"] for part in content)}
 
 
