@@ -14,6 +14,7 @@ OWN = {
     "utils/json_text.py": "is the writer",
     "agent_loop/templating.py": "escapes text as a template does",
     "tools/parsers/harmony.py": "part of a prompt, as the model's format has it",
+    "checkpoint/final_model.py": "compares with what JSON gives back",
     "rewards/code.py": "arguments of a program, which Python reads again with NaN and infinities",
     "rewards/sandbox/launcher.py": "protocol of the sandbox, both ends are ours",
     "rewards/sandbox/local.py": "protocol of the sandbox, both ends are ours",
