@@ -21,8 +21,8 @@ def render() -> str:
         "Generated from `tests/models/family_checks.py` by `make docs`; do not edit.",
         "",
         "Every cell is a test on a tiny random model of the family (`tests/models/test_families.py`, float32 on CPU).",
-        "Other families of Transformers usually work too. The engines compare them with plain Transformers when they build",
-        "them (`model.verify`), and refuse what they do not compute right.",
+        "Other families of Transformers usually work too. The engines compare them with plain Transformers at start-up",
+        "(`model.verify`), and refuse what they do not compute right.",
         "",
     ]
     for column, check in CHECKS.items():

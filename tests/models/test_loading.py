@@ -14,13 +14,13 @@ from verl.errors import ConfigError
 from verl.models.attention import IMPLEMENTATION
 from verl.models.heads import ClassifierModel, PolicyModel, ValueModel
 from verl.models.loading import (
-    has_dropout,
     load_causal_lm,
     load_classifier,
     load_hf_config,
     load_value_model,
     supports_packing,
 )
+from verl.models.noise import noise_of
 from verl.models.packing import build_layout
 
 
@@ -51,8 +51,8 @@ def test_override_config_reaches_nested_values(tiny_model_dir: str) -> None:
     assert config.rope_parameters["rope_theta"] == 5000.0
     assert config.rope_parameters["rope_type"] == "default"
     assert config.max_position_embeddings == 77
-    assert has_dropout(config)
-    assert not has_dropout(load_hf_config(ModelConfig(path=tiny_model_dir)))
+    assert noise_of(config) == {"attention_dropout": 0.25}
+    assert not noise_of(load_hf_config(ModelConfig(path=tiny_model_dir)))
 
 
 def test_unknown_override_names_the_nearest_key(tiny_model_dir: str) -> None:

@@ -40,6 +40,10 @@ class ModelConfig(Config):
         affects="speed",
     )
     use_remove_padding: bool = opt(True, "Pack the samples of a micro-batch without padding tokens.", affects="speed")
+    training_noise: bool = opt(
+        False,
+        "Train with the dropout, left-out layers and router jitter of the model's config.json; sampling has none.",
+    )
     verify: str = opt(
         "auto",
         "Compare the model with plain Transformers when it is built, and refuse it where the numbers differ: auto = "

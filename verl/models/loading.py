@@ -179,12 +179,6 @@ def supports_packing(config: PreTrainedConfig) -> bool:
     return layers <= _ATTENTION_LAYERS and getattr(text, "is_causal", True) is not False
 
 
-def has_dropout(config: PreTrainedConfig) -> bool:
-    """Whether the model drops anything in training, which makes equal prompts of two rows differ."""
-    values = config.get_text_config().to_dict()
-    return any(isinstance(v, float) and v > 0 for k, v in values.items() if k.endswith(("dropout", "pdrop")))
-
-
 def load_causal_lm(
     model_config: ModelConfig,
     *,

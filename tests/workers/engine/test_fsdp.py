@@ -481,8 +481,10 @@ def test_an_evaluation_engine_does_not_train(tiny_model_dir: str, batch: dict[st
 
 
 def test_dropout_switches_prompt_sharing_off(tiny_model_dir: str) -> None:
+    dropout: dict[str, Any] = {"override_config": {"attention_dropout": 0.1}}
     assert make_engine(tiny_model_dir).share_prompts
-    assert not make_engine(tiny_model_dir, model={"override_config": {"attention_dropout": 0.1}}).share_prompts
+    assert make_engine(tiny_model_dir, model=dropout).share_prompts  # which is off
+    assert not make_engine(tiny_model_dir, model={**dropout, "training_noise": True}).share_prompts
 
 
 def test_options_that_do_not_exist_are_refused(tiny_model_dir: str) -> None:

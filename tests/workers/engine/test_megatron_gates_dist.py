@@ -1,4 +1,4 @@
-"""What both training engines promise about any model, on Megatron-core: compared with plain Transformers when built."""
+"""What both training engines promise about any model, on Megatron-core: see test_verification.py and test_noise.py."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.models.families import make_config
 from tests.models.family_checks import save_model
+from tests.models.test_noise import with_padding_tokens, without_padding_idx
 from tests.workers.engine.ranks import run_ranks
+from tests.workers.engine.reference import POLICY, policy_batch, policy_loss, run_reference
+from tests.workers.rollout.helpers import make_model
 from verl.errors import ConfigError
+from verl.workers.engine.base import MicroBatching
 
 pytestmark = [
     pytest.mark.dist,
@@ -41,6 +47,35 @@ def is_compared(rank: int, path: str) -> None:
         ranks.leave_parallel_groups()
     finally:
         parallel_logprobs._log_softmax = original
+
+
+def trains_like_plain_transformers(rank: int, path: str, want: dict[str, Any]) -> None:
+    from tests.workers.engine import megatron_ranks as ranks
+
+    def update(**model: Any) -> dict[str, float]:
+        engine = ranks.make_megatron_engine(path, model=model, tp=2)
+        metrics = engine.train_batch(
+            with_padding_tokens(policy_batch(vocab=60)),
+            policy_loss,
+            want=POLICY,
+            micro=MicroBatching(),
+            temperature=0.8,
+        ).values_by_name()
+        ranks.leave_parallel_groups()
+        return metrics.values_by_name()
+
+    quiet, loud = update(), update(training_noise=True)
+    for name in ("loss", "grad_norm"):
+        torch.testing.assert_close(quiet[name], want[name][0], rtol=2e-5, atol=2e-6)
+        assert abs(loud[name] - want[name][0]) > 1e-3
+
+
+def test_training_has_no_noise_and_a_padding_token_gives_its_gradient(tmp_path: Path) -> None:
+    path = str(tmp_path / "model")
+    make_model(make_config("llama", attention_dropout=0.3), spread=2.0).save_pretrained(path)
+    plain = without_padding_idx(path, tmp_path / "plain")
+    want = run_reference(plain, with_padding_tokens(policy_batch(vocab=60)), steps=1)
+    run_ranks(2, trains_like_plain_transformers, path, {name: want[name] for name in ("loss", "grad_norm")})
 
 
 def test_a_model_is_compared_with_plain_transformers(tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ from verl.models.families import must_verify, named_failures, require_agreement
 from verl.models.heads import HEADS, PROBE, HeadModel, PolicyModel
 from verl.models.loading import (
     LOADERS,
-    has_dropout,
     load_hf_config,
     supports_packing,
 )
 from verl.models.lora import LoraSettings, adapter_layers, adapters_off, add_adapters, is_adapter_name, merged
+from verl.models.noise import give_every_token_its_gradient, noise_of, report_noise, set_training
 from verl.models.offload import offload_activations
 from verl.models.packing import RowLayout, build_layout
 from verl.models.probe import Probe, compare, make_probe
@@ -142,7 +142,11 @@ class FSDPEngine(TrainEngine):
             logger.warning("%s cannot run without padding; rows are padded instead", type(config).__name__)
         if self._sequence is not None:
             check_model(config, self._sequence.size, packed=self.packed)
-        self.share_prompts = not has_dropout(config)
+        noise = noise_of(config) if self.optim_config is not None else {}
+        if self.layout.rank == 0:
+            report_noise(noise, self.model_config.training_noise)
+        # equal prompts of two rows differ where something is dropped at random
+        self.share_prompts = not (noise and self.model_config.training_noise)
         self.lora = LoraSettings.of(self.model_config)
         deferred = DeferredWeights()  # adapters are made from the values of what they adapt
         with named_failures(config, "building it"):
@@ -152,6 +156,7 @@ class FSDPEngine(TrainEngine):
                 hf_config=config,
                 deferred=deferred if world > 1 and self.lora is None else None,
             )
+        give_every_token_its_gradient(hf_model)
         if self.lora is not None:
             add_adapters(hf_model, self.lora, self.seed)
         if self.optim_config is None:
@@ -298,7 +303,7 @@ class FSDPEngine(TrainEngine):
             raise ConfigError("this engine was made without an optimizer and only evaluates; give it optim_config")
         rows_of = as_tensordict(batch, reads_images=True)
         with self.resident(optimizer=True):
-            self.module.train()
+            set_training(self.module, noise=self.model_config.training_noise)
             pieces = self._guard.run(
                 micro,
                 rows_of["attention_mask"],

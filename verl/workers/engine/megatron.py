@@ -25,8 +25,9 @@ from torch import Tensor
 from verl.errors import ConfigError
 from verl.models.families import must_verify, require_agreement
 from verl.models.heads import CLASSIFIER_OUTPUTS, LM_OUTPUTS, VALUE_OUTPUTS
-from verl.models.loading import has_dropout, load_causal_lm, load_hf_config, resolve_model_dir
+from verl.models.loading import load_causal_lm, load_hf_config, resolve_model_dir
 from verl.models.lora import LoraSettings
+from verl.models.noise import noise_of, report_noise
 from verl.models.packing import RowLayout, build_layout
 from verl.models.probe import make_probe, plain_log_probs
 from verl.utils.device import default_compute_dtype, empty_cache
@@ -136,10 +137,13 @@ class MegatronEngine(TrainEngine):
 
         self.hf_config = load_hf_config(self.model_config)
         self.flops = FlopsCounter.from_config(self.hf_config, head_outputs=None if self.head == "lm" else 1)
-        self.share_prompts = not has_dropout(self.hf_config)
         dtype = default_compute_dtype(self.device) if config.dtype == "auto" else getattr(torch, config.dtype)
         trained = self.optim_config is not None
         settings = model_settings(self.hf_config)
+        if trained and self.layout.rank == 0:
+            report_noise(noise_of(self.hf_config), self.model_config.training_noise)
+        if not self.model_config.training_noise:
+            settings.transformer.update(attention_dropout=0.0, hidden_dropout=0.0)
         outputs = self._head_outputs()
         with construction(self.device):
             self.config = megatron_model.transformer_config(
@@ -149,6 +153,8 @@ class MegatronEngine(TrainEngine):
                 dtype=dtype,
                 recompute=trained and self.model_config.enable_gradient_checkpointing,
             )
+            # equal prompts of two rows differ where something is dropped at random
+            self.share_prompts = not (self.config.attention_dropout or self.config.hidden_dropout)
             self.chunks: list[Any] = list(
                 megatron_model.build_chunks(
                     settings,
