@@ -163,8 +163,12 @@ class PolicyModel(HeadModel):
         return self.compute(layout, frozenset({"log_probs"}), 1.0)["log_probs"]
 
     def plain_probe(self, row: ProbeRow) -> Tensor:
-        device = self.__dict__["lm_head"].weight.device
-        return plain_log_probs(self.model, [row], device=device)[0]
+        weight = self.__dict__["lm_head"].weight
+        allowed = None
+        if self.transform.unsampled is not None:
+            allowed = torch.ones(weight.shape[0], dtype=torch.bool)
+            allowed[self.transform.unsampled.cpu()] = False
+        return plain_log_probs(self.model, [row], device=weight.device, allowed=allowed)[0]
 
 
 class ValueModel(HeadModel):

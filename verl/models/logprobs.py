@@ -9,7 +9,8 @@ its log-softmax instead, so that small models pay nothing for the scheme.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,10 +30,13 @@ class LogitTransform:
     Attributes:
         scale: factor (Cohere's ``logit_scale``, the inverse of Granite's ``logits_scaling``).
         softcap: c in c*tanh(x/c), after the scale (Gemma's ``final_logit_softcapping``); None for no cap.
+        unsampled: (K,) int64, tokens that generation never samples: their probability is 0, and the others share it.
+            None: all tokens are sampled.
     """
 
     scale: float = 1.0
     softcap: float | None = None
+    unsampled: Tensor | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> LogitTransform:
@@ -44,8 +48,15 @@ class LogitTransform:
         cap = getattr(config, "final_logit_softcapping", None)
         return cls(scale, None if cap is None else float(cap))
 
+    def without(self, tokens: Sequence[int], device: torch.device) -> LogitTransform:
+        """The same transformation for a policy that never samples ``tokens``."""
+        return replace(self, unsampled=torch.tensor(tokens, device=device)) if len(tokens) else self
+
 
 IDENTITY = LogitTransform()
+
+#: logit of a token that is never sampled; finite, so that 0 * log 0 is 0
+NEVER = -1e30
 
 
 def token_log_probs(
@@ -82,7 +93,7 @@ def token_log_probs(
         chunk_numbers = CHUNK_NUMBERS_CPU if hidden.device.type == "cpu" else CHUNK_NUMBERS_DEVICE
     rows = max(1, chunk_numbers // weight.shape[0])
     log_probs, entropies = _TokenLogProbs.apply(
-        hidden, weight, bias, targets, float(temperature), transform.scale, transform.softcap, entropy, rows, keep
+        hidden, weight, bias, targets, float(temperature), transform, entropy, rows, keep
     )
     return log_probs, entropies if entropy else None
 
@@ -109,7 +120,7 @@ def token_sum_pi_squared(
     sums = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
     for start in range(0, hidden.shape[0], rows):
         part = hidden[start : start + rows]
-        log_p, _ = _log_softmax(part, weight, bias, transform.scale, transform.softcap, temperature)
+        log_p, _ = _log_softmax(part, weight, bias, transform, temperature)
         sums[start : start + rows] = log_p.mul_(2.0).exp_().sum(-1)
     return sums
 
@@ -118,13 +129,13 @@ def _log_softmax(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    scale: float,
-    softcap: float | None,
+    transform: LogitTransform,
     temperature: float,
     need_slope: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Float32 log-softmax of the transformed logits, and the soft cap's derivative if asked for."""
     x = linear(hidden, weight, bias).float()
+    scale, softcap = transform.scale, transform.softcap
     slope: Tensor | None = None
     if softcap is None:
         if scale != temperature:
@@ -134,6 +145,8 @@ def _log_softmax(
         if need_slope:  # of c*tanh(x/c)
             slope = 1.0 - x * x
         x.mul_(softcap / temperature)
+    if transform.unsampled is not None:
+        x.index_fill_(-1, transform.unsampled, NEVER)
     return torch.log_softmax(x, -1), slope
 
 
@@ -146,8 +159,7 @@ class _TokenLogProbs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
-        scale: float,
-        softcap: float | None,
+        transform: LogitTransform,
         entropy: bool,
         rows: int,
         keep: bool,
@@ -159,21 +171,22 @@ class _TokenLogProbs(torch.autograd.Function):
         kept: Tensor | None = None
         for start in range(0, count, rows):
             end = min(start + rows, count)
-            log_p, _ = _log_softmax(hidden[start:end], weight, bias, scale, softcap, temperature)
+            log_p, _ = _log_softmax(hidden[start:end], weight, bias, transform, temperature)
             log_probs[start:end] = log_p.gather(1, targets[start:end, None])[:, 0]
             if entropy:
                 entropies[start:end] = log_p.exp().mul_(log_p).sum(-1).neg_()
-            if keep and single and softcap is None:
+            if keep and single and transform.softcap is None:
                 kept = log_p
             del log_p  # before the next chunk is made
         ctx.save_for_backward(hidden, weight, bias, targets, kept, entropies)
-        ctx.settings = (temperature, scale, softcap, entropy, rows)
+        ctx.settings = (temperature, transform, entropy, rows)
         return log_probs, entropies
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, kept, entropies = ctx.saved_tensors
-        temperature, scale, softcap, entropy, rows = ctx.settings
+        temperature, transform, entropy, rows = ctx.settings
+        scale = transform.scale
         count = hidden.shape[0]
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         single = count <= rows
@@ -186,7 +199,7 @@ class _TokenLogProbs(torch.autograd.Function):
             part = hidden[start:end]
             slope: Tensor | None = None
             if kept is None:
-                log_p, slope = _log_softmax(part, weight, bias, scale, softcap, temperature, need_slope=True)
+                log_p, slope = _log_softmax(part, weight, bias, transform, temperature, need_slope=True)
             else:
                 log_p = kept
             grad = grad_log_probs[start:end, None]
@@ -212,7 +225,7 @@ class _TokenLogProbs(torch.autograd.Function):
                     d_logits @ weight if need_hidden else None,
                     d_logits.t() @ part if need_weight else None,
                     d_logits.sum(0) if need_bias else None,
-                    *([None] * 7),
+                    *([None] * 6),
                 )
             if grad_hidden is not None:
                 torch.mm(d_logits, weight, out=grad_hidden[start:end])
@@ -224,5 +237,5 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *([None] * 7),
+            *([None] * 6),
         )

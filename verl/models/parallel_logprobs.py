@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear
 
-from verl.models.logprobs import CHUNK_NUMBERS_CPU, CHUNK_NUMBERS_DEVICE, IDENTITY, LogitTransform
+from verl.models.logprobs import CHUNK_NUMBERS_CPU, CHUNK_NUMBERS_DEVICE, IDENTITY, NEVER, LogitTransform
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,9 @@ def _log_softmax(
         if need_slope:  # of c*tanh(x/c)
             slope = 1.0 - x * x
         x.mul_(transform.softcap / temperature)
+    if transform.unsampled is not None:
+        mine = transform.unsampled - shard.first
+        x.index_fill_(-1, mine[(mine >= 0) & (mine < shard.size)], NEVER)
     largest = x.amax(-1) if shard.size else x.new_full(x.shape[:1], float("-inf"))
     x.sub_(shard.reduce(largest, dist.ReduceOp.MAX)[:, None])
     total = shard.reduce(x.exp().sum(-1))

@@ -350,6 +350,7 @@ def build_engine(
         device=parts.device,
         checkpoint_config=config.trainer.checkpoint,
         seed=config.trainer.seed,
+        renormalise=False,  # nothing is sampled, and learning from text makes tokens without text unlikely
     )
     started = time.perf_counter()
     engine.build()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+_TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "*.tiktoken", "merges.txt", "spiece*", "tekken.json")
 
 
 def load_tokenizer(path: str | None, trust_remote_code: bool = False, **kwargs: Any) -> PreTrainedTokenizerBase:
@@ -41,6 +44,52 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False, **kwargs: 
         )
     set_pad_token(tokenizer)
     return tokenizer
+
+
+def textless_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[int, ...]:
+    """Numbers below ``size`` that are no token of the tokenizer, or one with an empty text.
+
+    Models often have more rows in their embedding than the tokenizer has tokens, and a vocabulary may have holes. Added
+    and special tokens have a text.
+
+    Args:
+        tokenizer: of the model.
+        size: rows of the model's embedding.
+    """
+    ids = {number for text, number in tokenizer.get_vocab().items() if text}
+    ids |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.content}
+    return tuple(sorted(set(range(size)) - ids))
+
+
+@lru_cache(maxsize=8)
+def unsampled_tokens(
+    path: str | None, tokenizer_path: str | None, trust_remote_code: bool, size: int
+) -> tuple[int, ...]:
+    """:func:`textless_tokens` of a model, which no engine samples; none where there is no tokenizer to ask.
+
+    Args:
+        path: the model's directory.
+        tokenizer_path: where its tokenizer is; None: in the same directory.
+        trust_remote_code: run code of the tokenizer.
+        size: rows of the model's embedding.
+
+    Raises:
+        ConfigError: the tokenizer cannot be loaded.
+    """
+    if tokenizer_path is None and not has_tokenizer(path):
+        return ()
+    found = textless_tokens(load_tokenizer(tokenizer_path or path, trust_remote_code), size)
+    if found:
+        logger.info("%d of %d tokens of %s have no text: they are never sampled", len(found), size, path)
+    return found
+
+
+def has_tokenizer(path: str | None) -> bool:
+    """Whether a model directory has files of a tokenizer; a name that is no directory is taken to have some."""
+    if path is None:
+        return False
+    directory = Path(path).expanduser()
+    return not directory.is_dir() or any(any(directory.glob(pattern)) for pattern in _TOKENIZER_FILES)
 
 
 def text_without_specials(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], keep: Collection[str] = ()) -> str:

@@ -13,8 +13,9 @@ from tests.models.families import make_config
 from tests.models.family_checks import save_model
 from tests.models.test_noise import with_padding_tokens, without_padding_idx
 from tests.workers.engine.ranks import run_ranks
-from tests.workers.engine.reference import POLICY, policy_batch, policy_loss, run_reference
+from tests.workers.engine.reference import POLICY, TEMPERATURE, policy_batch, policy_loss, run_reference
 from tests.workers.rollout.helpers import make_model
+from tests.workers.test_unsampled import make_model_dir, masked_log_probs
 from verl.errors import ConfigError
 from verl.workers.engine.base import MicroBatching
 
@@ -62,7 +63,7 @@ def trains_like_plain_transformers(rank: int, path: str, want: dict[str, Any]) -
             temperature=0.8,
         ).values_by_name()
         ranks.leave_parallel_groups()
-        return metrics.values_by_name()
+        return metrics
 
     quiet, loud = update(), update(training_noise=True)
     for name in ("loss", "grad_norm"):
@@ -76,6 +77,20 @@ def test_training_has_no_noise_and_a_padding_token_gives_its_gradient(tmp_path: 
     plain = without_padding_idx(path, tmp_path / "plain")
     want = run_reference(plain, with_padding_tokens(policy_batch(vocab=60)), steps=1)
     run_ranks(2, trains_like_plain_transformers, path, {name: want[name] for name in ("loss", "grad_norm")})
+
+
+def gives_no_probability(rank: int, path: str, want: torch.Tensor) -> None:
+    from tests.workers.engine import megatron_ranks as ranks
+
+    engine = ranks.make_megatron_engine(path, model={"verify": "always"}, tp=2)
+    out = engine.forward(policy_batch(vocab=100), POLICY, micro=MicroBatching(), temperature=TEMPERATURE)
+    torch.testing.assert_close(out["log_probs"], want, rtol=1e-5, atol=1e-5)
+    ranks.leave_parallel_groups()
+
+
+def test_tokens_without_text_have_no_probability(tmp_path: Path) -> None:
+    path = make_model_dir(tmp_path)
+    run_ranks(2, gives_no_probability, path, masked_log_probs(path, policy_batch(vocab=100)))
 
 
 def test_a_model_is_compared_with_plain_transformers(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from verl.utils.device import empty_cache, get_torch_device
 from verl.utils.distributed import get_rank, get_world_size, init_process_group
 from verl.utils.flops import FlopsCounter
 from verl.utils.metrics import MetricSet, mmean, msum
+from verl.utils.tokenizer import unsampled_tokens
 from verl.workers.engine import state
 from verl.workers.engine.base import (
     GlobalBatchInfo,
@@ -85,6 +86,7 @@ class FSDPEngine(TrainEngine):
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         checkpoint_config: whether loading is strict; None means strict.
         seed: seed of the run.
+        renormalise: a policy gives tokens without text the probability 0, as generation never samples them.
         shard_placement: which dimension of each parameter is sharded; None: the first one.
     """
 
@@ -98,6 +100,7 @@ class FSDPEngine(TrainEngine):
         device: str | torch.device = "auto",
         checkpoint_config: CheckpointConfig | None = None,
         seed: int = 1,
+        renormalise: bool = True,
         shard_placement: ShardPlacement | None = None,
     ) -> None:
         if head not in HEADS:
@@ -108,6 +111,7 @@ class FSDPEngine(TrainEngine):
         self.head = head
         self.checkpoint_config = checkpoint_config
         self.seed = seed
+        self.renormalise = renormalise
         self.shard_placement = shard_placement
         self._device_name = str(device)
         self.layout = ParallelLayout()
@@ -169,6 +173,8 @@ class FSDPEngine(TrainEngine):
         if isinstance(self.module, PolicyModel):
             saving = self.model_config.use_fused_kernels or self.fsdp_config.entropy_checkpointing
             self.module.keep_logits = not saving
+            rows = hf_model.get_output_embeddings().weight.shape[0]
+            self.module.transform = self.module.transform.without(self._unsampled(rows), self.device)
 
         self._fsdp: FSDPModule | None = None  # the module again, if FSDP manages it
         self._shard_group: dist.ProcessGroup | None = None
@@ -200,9 +206,17 @@ class FSDPEngine(TrainEngine):
             with named_failures(config, "a forward pass"):
                 self._verify(config)
 
+    def _unsampled(self, size: int) -> tuple[int, ...]:
+        """Tokens of a policy with ``size`` ones that generation never samples."""
+        model = self.model_config
+        if not self.renormalise:
+            return ()
+        return unsampled_tokens(model.path, model.tokenizer_path, model.trust_remote_code, size)
+
     def probe(self) -> Probe:
         """Rows on which differences between two forms of the model show."""
-        return make_probe(self.module.model.config)
+        masked = self.module.transform.unsampled if isinstance(self.module, PolicyModel) else None
+        return make_probe(self.module.model.config, excluded=() if masked is None else masked.tolist())
 
     def _verify(self, config: PreTrainedConfig) -> None:
         """Compare the model, as it runs here, with plain Transformers on the same weights. Collective.

@@ -34,6 +34,7 @@ from verl.utils.device import default_compute_dtype, empty_cache
 from verl.utils.distributed import init_process_group
 from verl.utils.flops import FlopsCounter
 from verl.utils.metrics import MetricSet, mmean, msum
+from verl.utils.tokenizer import unsampled_tokens
 from verl.workers.engine.base import (
     LossFn,
     MicroBatching,
@@ -91,6 +92,7 @@ class MegatronEngine(TrainEngine):
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         checkpoint_config: whether loading is strict; None means strict.
         seed: seed of the run.
+        renormalise: a policy gives tokens without text the probability 0, as generation never samples them.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class MegatronEngine(TrainEngine):
         device: str | torch.device = "auto",
         checkpoint_config: CheckpointConfig | None = None,
         seed: int = 1,
+        renormalise: bool = True,
     ) -> None:
         if head not in _OUTPUTS:
             raise ConfigError(f"unknown head {head!r}; use one of {', '.join(_OUTPUTS)}")
@@ -117,6 +120,7 @@ class MegatronEngine(TrainEngine):
         self.lora: LoraSettings | None = None  # from when the model has them
         self.checkpoint_config = checkpoint_config
         self.seed = seed
+        self.renormalise = renormalise
         self._device_name = str(device)
         self.layout = ParallelLayout()
         self.step = 0  # optimizer steps so far, skipped ones included
@@ -198,7 +202,7 @@ class MegatronEngine(TrainEngine):
             head=self.head,
             layout=self.layout,
             vocab_size=settings.vocab_size,
-            transform=settings.logits,
+            transform=settings.logits.without(self._unsampled(settings.vocab_size), self.device),
             keep=not self.model_config.use_fused_kernels,
         )
         self._parkings = self._make_parkings()
@@ -207,6 +211,13 @@ class MegatronEngine(TrainEngine):
         self._residency.settle("optimizer")
         if self.head == "lm" and must_verify(self.model_config, self.hf_config):
             self._verify()
+
+    def _unsampled(self, size: int) -> tuple[int, ...]:
+        """Tokens of a policy with ``size`` ones that generation never samples."""
+        model = self.model_config
+        if self.head != "lm" or not self.renormalise:
+            return ()
+        return unsampled_tokens(model.path, model.tokenizer_path, model.trust_remote_code, size)
 
     def _verify(self) -> None:
         """Compare the model with plain Transformers on the weights of its directory, which rank 0 loads. Collective.
@@ -217,12 +228,15 @@ class MegatronEngine(TrainEngine):
         if self.lora is not None and self.lora.adapter_path:
             logger.info("model.verify: not compared with plain Transformers, which has no trained adapter here")
             return
-        probe = make_probe(self.hf_config)
+        unsampled = self._unsampled(self.hf_config.vocab_size)
+        allowed = torch.ones(self.hf_config.vocab_size, dtype=torch.bool)
+        allowed[list(unsampled)] = False
+        probe = make_probe(self.hf_config, excluded=unsampled)
         got = probe.split(self.forward(probe.batch(), frozenset({"log_probs"}), micro=MicroBatching())["log_probs"])
         box: list[Any] = [None]
         if self.layout.rank == 0:
             plain = load_causal_lm(self.model_config, hf_config=load_hf_config(self.model_config))
-            box = [plain_log_probs(plain, probe.rows)]
+            box = [plain_log_probs(plain, probe.rows, allowed=allowed)]
         dist.broadcast_object_list(box, 0)
         require_agreement(
             got,

@@ -105,6 +105,21 @@ def special_tokens(
     return frozenset(eos), int(pad)
 
 
+def unsampled_of(model_config: ModelConfig, size: int, tokenizer: Any | None) -> tuple[int, ...]:
+    """Tokens without text, which no engine samples.
+
+    Args:
+        model_config: the ``model`` section.
+        size: rows of the model's embedding.
+        tokenizer: the policy's tokenizer; None: that of the model's directory, if there is one.
+    """
+    from verl.utils.tokenizer import textless_tokens, unsampled_tokens
+
+    if tokenizer is not None:
+        return textless_tokens(tokenizer, size)
+    return unsampled_tokens(model_config.path, model_config.tokenizer_path, model_config.trust_remote_code, size)
+
+
 def _as_ids(value: Any) -> list[int]:
     if value is None:
         return []

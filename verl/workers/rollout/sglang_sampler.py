@@ -8,6 +8,7 @@ the same log-probabilities. It runs in SGLang's scheduler process, on the schedu
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -110,11 +111,15 @@ def settings_of(info: Any, vocabulary: int) -> SamplingBatch:
     )
 
 
-def replace_sampler() -> None:
-    """Let SGLang in this process sample with this sampler under ``sampling_backend=pytorch``."""
+def replace_sampler(unsampled: Callable[[int], Sequence[int]]) -> None:
+    """Let SGLang in this process sample with this sampler under ``sampling_backend=pytorch``.
+
+    Args:
+        unsampled: size of the vocabulary -> tokens that are never sampled.
+    """
     from sglang.srt.layers.sampler import register_sampler_backend
 
-    register_sampler_backend(BACKEND, _make_sampler)
+    register_sampler_backend(BACKEND, lambda: _make_sampler(unsampled))
 
 
 def deliver_seeds() -> None:
@@ -160,10 +165,12 @@ def penalise_prompts() -> None:
     Penalizer._is_required, Penalizer._prepare = is_required, prepare_penalties
 
 
-def _make_sampler() -> Any:
+def _make_sampler(unsampled: Callable[[int], Sequence[int]]) -> Any:
     from sglang.srt.layers.sampler import Sampler
 
     class VerlSampler(Sampler):
+        never: torch.Tensor | None = None
+
         def forward(
             self,
             logits_output: Any,
@@ -175,6 +182,10 @@ def _make_sampler() -> Any:
             **_: Any,
         ) -> torch.Tensor:
             logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
+            if self.never is None:
+                self.never = torch.tensor(unsampled(logits.shape[1]), dtype=torch.long, device=logits.device)
+            if len(self.never):
+                logits = logits.index_fill(-1, self.never, float("-inf"))
             settings = settings_of(sampling_info, logits.shape[1])
             tokens, log_probs = sample(logits, settings, uniforms_at(sampling_info.sampling_seed, positions))
             if return_logprob:

@@ -11,12 +11,14 @@ The questions for weights and memory come through SGLang's ``/weights_checker``,
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from verl.utils.pages import forget_pages
+from verl.utils.tokenizer import unsampled_tokens
 from verl.workers.rollout.manifest import CopyRecorder, Named, Place, digest, split_adapter
 from verl.workers.rollout.sglang_adapters import AdapterPool, pool_tensors
 from verl.workers.rollout.sglang_sampler import deliver_seeds, penalise_prompts, replace_sampler
@@ -29,7 +31,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """SGLang's scheduler process with verl's parts."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    replace_sampler()
+    replace_sampler(_unsampled_of(args[0] if args else kwargs["server_args"]))
     deliver_seeds()
     penalise_prompts()
     _stop_only_where_asked()
@@ -37,6 +39,12 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     _release_on_cpus()
     _pin_where_possible()
     run_scheduler_process(*args, **kwargs)
+
+
+def _unsampled_of(server: Any) -> Callable[[int], Sequence[int]]:
+    """Size of the vocabulary -> tokens without text, by SGLang's ``ServerArgs``."""
+    tokenizer = None if server.tokenizer_path == server.model_path else server.tokenizer_path
+    return partial(unsampled_tokens, server.model_path, tokenizer, bool(server.trust_remote_code))
 
 
 # ---------------------------------------------------------------------------- weights

@@ -54,6 +54,7 @@ def server_arguments(
     chunked = rollout.enable_chunked_prefill is not False
     arguments: dict[str, Any] = {
         "model_path": str(directory),
+        **({"tokenizer_path": model.tokenizer_path} if model.tokenizer_path else {}),
         "skip_tokenizer_init": True,
         "trust_remote_code": model.trust_remote_code,
         "device": device.type,

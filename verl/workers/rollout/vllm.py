@@ -35,7 +35,7 @@ from verl.workers.rollout.base import (
 )
 from verl.workers.rollout.manifest import LiveWeight, WeightManifest, split_adapter
 from verl.workers.rollout.serving import Call, Gate, check_ready, check_request, parts_of, with_partial
-from verl.workers.rollout.settings import resolve_dtype, special_tokens
+from verl.workers.rollout.settings import resolve_dtype, special_tokens, unsampled_of
 from verl.workers.rollout.vllm_adapters import MAX_RANKS, adapter_request
 from verl.workers.rollout.vllm_images import engine_input
 from verl.workers.rollout.vllm_process import own_random_state, require_vllm
@@ -142,6 +142,8 @@ class VLLMRolloutEngine(RolloutEngine):
                 f"{self.manifest.architecture} has layers (experts, latent attention, quantisation) whose weights vLLM "
                 "converts after loading and cannot replace on CPUs; set actor_rollout_ref.rollout.name=hf"
             )
+        if unsampled := unsampled_of(model_config, self.vocab_size, tokenizer):
+            self._rpc("verl_never_sample", unsampled)
         #: what requests say to be served with the policy's adapter
         self._adapter: Any = None
         if lora is not None and self.manifest.adapter:

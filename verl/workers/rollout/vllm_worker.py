@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,20 @@ class WorkerExtension:
             )
         self._verl_slots = slots if slots.problem is None else None
         return slots.problem
+
+    def verl_never_sample(self, tokens: Sequence[int]) -> None:
+        """Give tokens the probability 0 in whatever is sampled from here on."""
+        model = self._verl_weights.model
+        compute = model.compute_logits
+
+        def compute_logits(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+            logits: torch.Tensor | None = compute(*args, **kwargs)  # of some ranks alone
+            if logits is not None:
+                logits = logits.index_fill(-1, never.to(logits.device), float("-inf"))
+            return logits
+
+        never = torch.tensor(tokens, device=next(model.parameters()).device)
+        model.compute_logits = compute_logits
 
     def _verl_place_random_streams(self, *_: Any) -> None:
         """Before tokens are drawn: let each one's random numbers be a function of its seed and its position.

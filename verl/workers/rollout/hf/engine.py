@@ -38,7 +38,7 @@ from verl.workers.rollout.hf.runner import BatchRunner, FinishedSequence
 from verl.workers.rollout.hf.scheduler import Scheduler, Sequence
 from verl.workers.rollout.hf.weights import ModuleWeights, build_module
 from verl.workers.rollout.serving import Call, Gate, check_ready, check_request, parts_of, with_partial
-from verl.workers.rollout.settings import resolve_dtype, special_tokens
+from verl.workers.rollout.settings import resolve_dtype, special_tokens, unsampled_of
 
 if TYPE_CHECKING:
     from verl.config import ModelConfig, RolloutConfig
@@ -106,6 +106,8 @@ class HFRolloutEngine(RolloutEngine):
         self.pad_token_id = pad
         self.cache = RolloutCache(text_config.num_hidden_layers)
         self.cache_budget = CacheBudget()
+        vocabulary = int(self.module.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
+        self._unsampled = unsampled_of(model_config, vocabulary, tokenizer)
         self.runner = BatchRunner(
             self.module,
             self.cache,
@@ -116,6 +118,7 @@ class HFRolloutEngine(RolloutEngine):
             vocab_size=self.module.get_input_embeddings().weight.shape[0],  # type: ignore[operator]
             max_prefill_tokens=int(getattr(rollout_config, "max_num_batched_tokens", None) or 8192),
             image_tokens=ImageTokens.of(config),
+            unsampled=self._unsampled,
         )
         self.scheduler = Scheduler(int(rollout_config.max_num_seqs), self.cache_budget)
         self._look = False  # there may be room that was not there before
@@ -403,7 +406,11 @@ class HFRolloutEngine(RolloutEngine):
             ConfigError: they differ.
         """
         positions = getattr(self._config.get_text_config(), "max_position_embeddings", None) or LONGEST
-        probe = make_probe(self._config, longest=min(LONGEST, int(positions) - _VERIFIED_TOKENS))
+        probe = make_probe(
+            self._config, excluded=self._unsampled, longest=min(LONGEST, int(positions) - _VERIFIED_TOKENS)
+        )
+        allowed = torch.ones(self.runner.vocab_size, dtype=torch.bool)
+        allowed[list(self._unsampled)] = False
         self.cache_budget.tokens = self._cached_tokens_limit()
         found: dict[int, Completion] = {}
         settings = SamplingParams(_VERIFIED_TOKENS, seed=0, ignore_eos=True)
@@ -424,7 +431,7 @@ class HFRolloutEngine(RolloutEngine):
         )
         require_agreement(
             [torch.tensor(found[number].log_probs) for number in range(len(rows))],
-            plain_log_probs(self.module, rows, device=self.device),  # type: ignore[arg-type]
+            plain_log_probs(self.module, rows, allowed=allowed, device=self.device),  # type: ignore[arg-type]
             replace(probe, rows=rows),
             model_type=self.model_type,
             what="log-probabilities of rollout.name=hf",

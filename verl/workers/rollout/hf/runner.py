@@ -58,6 +58,7 @@ class BatchRunner:
         vocab_size: rows of the embedding.
         max_prefill_tokens: most padded tokens of one prefill forward.
         image_tokens: how the model reads images; None: not at all.
+        unsampled: tokens that are never sampled.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class BatchRunner:
         vocab_size: int,
         max_prefill_tokens: int,
         image_tokens: ImageTokens | None = None,
+        unsampled: Seq[int] = (),
     ) -> None:
         self.module = module
+        self._unsampled = torch.tensor(unsampled, device=device) if len(unsampled) else None
         self.image_tokens = image_tokens
         self.cache = cache
         self.budget = budget
@@ -336,6 +339,8 @@ class BatchRunner:
     ) -> list[FinishedSequence]:
         """Sample the current column of rows ``[start, stop)`` and end what is done."""
         column = self._column
+        if self._unsampled is not None:
+            logits = logits.index_fill(-1, self._unsampled, float("-inf"))
         seen = None if settings.repetition_penalty is None else self._state.seen[start:stop]
         tokens, log_probs = sample(logits, settings, self._state.uniform[start:stop, column], seen)
         if seen is not None:
