@@ -135,7 +135,9 @@ def rollout(name: str, path: str, **settings: Any) -> RolloutEngine:
     return engine
 
 
-@pytest.mark.parametrize("name", ["hf", "vllm", "sglang"])
+@pytest.mark.parametrize(
+    "name", ["hf", pytest.param("vllm", marks=pytest.mark.vllm), pytest.param("sglang", marks=pytest.mark.sglang)]
+)
 def test_no_engine_samples_them(name: str, tmp_path: Path) -> None:
     heads = {"hidden": 64, "heads": 2, "kv_heads": 1}  # sizes that all engines serve
     path = make_model_dir(tmp_path, **heads)
