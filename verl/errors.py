@@ -43,6 +43,10 @@ class RewardError(VerlError, RuntimeError):
     """Rewards could not be computed, or too many of them failed for the run to go on."""
 
 
+class ScoreError(RewardError):
+    """A score is no finite number; the message names who gave it, and for what."""
+
+
 class TrainingError(VerlError, RuntimeError):
     """Training cannot go on with the numbers that it has, such as a loss that is not finite."""
 

@@ -373,7 +373,7 @@ def test_agents_that_raise_hang_or_do_nothing(programs: Programs) -> None:
     started = time.monotonic()
     trajectories = programs.run(agent, lambda text: "ok<|end|>", rows, agent={"timeout_s": 4.0})
     assert time.monotonic() - started < 15
-    assert [t.aborted for t in trajectories] == [None, "exception", "timeout", "rollout", "rollout"]
+    assert [t.aborted for t in trajectories] == [None, "exception", "timeout", "rollout", "score"]
     assert "ValueError: oh no" in trajectories[1].info["error"]
     assert trajectories[1].output.response_ids == []
 

@@ -180,7 +180,7 @@ def batch_from_trajectories(
         MORE: object_array([list(trajectory.more) for trajectory in trajectories]),
     }
     if forks:
-        arrays[EARLIER_ROWS] = object_array([_earlier(output) for output in outputs])
+        arrays[EARLIER_ROWS] = object_array([_earlier(output, prompt_length, response_length) for output in outputs])
     if cut_off:
         stopped = [trajectory.unfinished for trajectory in trajectories]
         tensors["unfinished"] = torch.tensor([takes is not None for takes in stopped], dtype=torch.bool)
@@ -237,12 +237,32 @@ def _version_range(output: AgentLoopOutput) -> tuple[int, int]:
     return (min(known), max(known)) if known else (-1, -1)
 
 
-def _earlier(output: AgentLoopOutput) -> list[dict[str, Any]] | None:
-    """The rows of a trajectory before its last one, with the scores of their turns."""
+def empty_last_row(output: AgentLoopOutput) -> str | None:
+    """What is wrong with a trajectory whose last row has no token of the model; None where there is one, or one row."""
+    if not output.earlier or any(output.response_mask):
+        return None
+    return (
+        f"an agent loop returned {len(output.earlier)} earlier rows and a last row in which the model says nothing (no "
+        "1 in response_mask), so there is no place for the score; leave such a row out, as AgentLoopOutput.from_ledger "
+        "does"
+    )
+
+
+def _earlier(output: AgentLoopOutput, prompt_length: int, length: int) -> list[dict[str, Any]] | None:
+    """The rows of a trajectory before its last one, with the scores of their turns.
+
+    Raises:
+        DataError: one is longer than ``prompt_length`` and ``length`` allow, or the model says nothing in the last row.
+    """
+    if problem := empty_last_row(output):
+        raise DataError(problem)
     scores = output.extra_fields.get("turn_scores")
     rows = []
     begin = 0
     for row in output.earlier:
+        for what, ids, width in (("prompt", row.prompt_ids, prompt_length), ("response", row.response_ids, length)):
+            if len(ids) > width:
+                raise DataError(_too_long(what, len(ids), width))
         end = begin + len(turn_ends(row.response_mask))
         rows.append(
             {
@@ -329,12 +349,13 @@ def _turn_scores(
             continue
         ends = turn_ends(written)
         rows_before = (None if earlier is None else earlier[row]) or ()
-        before = [score for one in rows_before for score in one["turn_scores"]]
-        if len(ends) != len(scores) - len(before):
+        turns_before = sum(len(turn_ends(one["response_mask"])) for one in rows_before)
+        if len(scores) != len(ends) + turns_before:
             raise DataError(
-                f"an agent loop gave {len(scores)} turn_scores for {len(ends) + len(before)} turns of the model (runs "
+                f"an agent loop gave {len(scores)} turn_scores for {len(ends) + turns_before} turns of the model (runs "
                 "of 1 in response_mask)"
             )
+        before = [score for one in rows_before for score in one["turn_scores"]]
         placed[row, ends] = torch.tensor(list(map(float, scores[len(before) :])))
         if before:
             placed[row, ends[0]] += sum(before)
@@ -366,8 +387,11 @@ def _padded(lists: Sequence[Sequence[int]], width: int, fill: int, what: str, *,
     for row, values in enumerate(lists):
         count = len(values)
         if count > width:
-            key = "data.max_prompt_length" if left else "data.max_response_length"
-            raise DataError(f"an agent loop returned a {what} of {count} tokens, more than {key}={width}")
+            raise DataError(_too_long(what, count, width))
         if count:
             out[row, width - count if left else 0 : width if left else count] = values
     return out
+
+
+def _too_long(what: str, count: int, width: int) -> str:
+    return f"an agent loop returned a {what} of {count} tokens, more than data.max_{what}_length={width}"

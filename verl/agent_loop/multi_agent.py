@@ -13,6 +13,7 @@ from verl.agent_loop.partner import limited, with_opening
 from verl.agent_loop.rows import PLAYER
 from verl.agent_loop.tool_agent import messages_of_row, need_chat_template
 from verl.errors import ConfigError, RolloutError
+from verl.rewards.outcome import checked_score
 from verl.tools.threads import run_in_thread
 from verl.utils.dynamic_import import load_target
 
@@ -71,7 +72,8 @@ class MultiAgentLoop(AgentLoopBase):
                 action = seat.spoke(await self.generate(seat.context_ids, sampling_params, max_tokens=seat.room))
                 player, seen, rewards, done = await episode.step(action)
                 for name, reward in rewards.items():
-                    _seat(seats, name).earn(float(reward))
+                    who = f"environment {self.settings.env} for player {name!r}"
+                    _seat(seats, name).earn(checked_score(reward, who))
         finally:
             await episode.close()
         return self._rows(seats, list(kwargs["raw_prompt_ids"]))

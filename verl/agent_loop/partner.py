@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.errors import RolloutError
+from verl.rewards.outcome import checked_score
 
 if TYPE_CHECKING:
     from verl.agent_loop.trace import Trace
@@ -68,7 +69,8 @@ class Partner:
         call = self.interaction.generate_response(self.session, list(messages), **self._kwargs)
         done, text, reward, more = await self._limited("answer", call)
         self.state = (more or {}).get("state")
-        return bool(done), self._limits.shown(str(text)), float(reward or 0.0)
+        given = 0.0 if reward is None else checked_score(reward, f"interaction {self.interaction.name!r}")
+        return bool(done), self._limits.shown(str(text)), given
 
     async def close(self) -> None:
         """End; failures are logged, nothing depends on them any more."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from verl.agent_loop.proxy_session import ProxySession
 from verl.agent_loop.tool_agent import ToolAgentLoop
 from verl.data.chat import as_messages
 from verl.errors import ConfigError, RolloutError
+from verl.rewards.outcome import checked_score
 from verl.tools.threads import run_in_thread
 from verl.utils.dynamic_import import load_object
 from verl.workers.rollout.base import Completion
@@ -88,9 +88,13 @@ class OpenAIAgentLoop(AgentLoopBase):
             self.context.trace.count("history_rewrites")
         metrics: dict[str, float] = {}
         if isinstance(result, Mapping):
-            metrics = {str(name): _number(value) for name, value in result.items() if name != "reward"}
+            metrics = {
+                str(name): checked_score(value, f"the agent, as {name!r},")
+                for name, value in result.items()
+                if name != "reward"
+            }
             result = result.get("reward")
-        reward = session.reward if result is None else _number(result)
+        reward = session.reward if result is None else checked_score(result, "the agent")
         return AgentLoopOutput.from_ledger(
             conversation.ledger,
             earlier=conversation.earlier,
@@ -119,18 +123,3 @@ def _function(config: RolloutConfig) -> Callable[..., Any]:
             f"{agent.name} of {agent.path} cannot be called as {agent.name}(base_url, api_key, row): {error}"
         ) from None
     return function
-
-
-def _number(value: Any) -> float:
-    """A reward as a number.
-
-    Raises:
-        RolloutError: it is none, or not finite.
-    """
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise RolloutError(f"the agent returned the reward {value!r}; return a finite number, or None")
-    return number

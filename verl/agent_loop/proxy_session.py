@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +14,7 @@ from verl.agent_loop.conversation import Conversation, HistoryRewritten, open_co
 from verl.agent_loop.templating import ChatTemplater
 from verl.data.chat import Message, as_messages
 from verl.errors import DataError, RolloutError
+from verl.rewards.outcome import as_number, describe, is_score
 from verl.tools.parsers import PARSERS, BrokenCall, ToolParser
 from verl.utils.tokenizer import text_without_specials
 from verl.workers.rollout.base import Completion, SamplingParams
@@ -143,9 +143,10 @@ class ProxySession:
             ApiError: it is none.
         """
         value = body.get("reward") if isinstance(body, Mapping) and set(body) == {"reward"} else None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ApiError(422, f'{body!r}: give {{"reward": x}} with a finite number x', "reward")
-        self.reward = float(value)
+        number = as_number(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        if number is None or not is_score(number):
+            raise ApiError(422, f'{describe(body)}: give {{"reward": x}} with a finite number x', "reward")
+        self.reward = number
 
     def close(self) -> None:
         """The trajectory has ended: refuse what comes, give up what is being sampled."""

@@ -21,14 +21,22 @@ from verl.agent_loop.base import (
     find_loop,
     read_agent_loops,
 )
-from verl.agent_loop.batch import CUT_OFF, Row, Trajectory, batch_from_trajectories, rows_from_batch
+from verl.agent_loop.batch import (
+    CUT_OFF,
+    Row,
+    Trajectory,
+    batch_from_trajectories,
+    empty_last_row,
+    rows_from_batch,
+)
 from verl.agent_loop.carry import CutOff, Tape
 from verl.agent_loop.conversation import HistoryRewritten
 from verl.agent_loop.rows import PLAYER
 from verl.agent_loop.trace import SpanExporter, Trace, TraceWriter
 from verl.data.images import ImageReader
-from verl.errors import ConfigError, DataError, LostProcessError, RolloutError
+from verl.errors import ConfigError, DataError, LostProcessError, RolloutError, ScoreError
 from verl.interactions.base import load_interactions
+from verl.rewards.outcome import checked_score
 from verl.tools.loading import load_tools
 from verl.tools.toolbox import ToolLimits
 from verl.utils.telling import BOUNDARY
@@ -359,7 +367,21 @@ async def _run(spec: LoopSpec, context: AgentContext, row: Row) -> list[AgentLoo
         )
     for output in outputs:
         _check(output, context.config)
+        _check_scores(output, getattr(spec.cls, "__name__", str(spec.cls)))
     return outputs
+
+
+def _check_scores(output: AgentLoopOutput, loop: str) -> None:
+    """Raise :class:`ScoreError` for a score that is no finite number, whatever part of the loop made it."""
+    if output.reward_score is not None:
+        output.reward_score = checked_score(output.reward_score, f"agent loop {loop}, as reward_score,")
+    scores = output.extra_fields.get("turn_scores")
+    if scores is not None:
+        if isinstance(scores, str) or not hasattr(scores, "__iter__"):
+            raise RolloutError(f"agent loop {loop} returned turn_scores={scores!r}; give a list, one for each turn")
+        output.extra_fields["turn_scores"] = [
+            checked_score(score, f"agent loop {loop}, in turn_scores[{turn}],") for turn, score in enumerate(scores)
+        ]
 
 
 def _check(output: Any, config: RolloutConfig) -> None:
@@ -377,6 +399,8 @@ def _check(output: Any, config: RolloutConfig) -> None:
                 f"the agent loop returned {len(one.response_ids)} response tokens, more than "
                 f"data.max_response_length={config.response_length}; end a trajectory before that"
             )
+    if problem := empty_last_row(output):
+        raise DataError(problem)
     if output.earlier and config.multi_turn.on_history_rewrite != "fork":
         raise RolloutError(
             f"the agent loop returned {len(output.earlier)} earlier rows; trajectories of several rows need "
@@ -389,6 +413,7 @@ def _reason(error: Exception) -> str:
         (HistoryRewritten, "history_rewrite"),
         (GenerationAborted, "generation_aborted"),
         (DataError, "data"),
+        (ScoreError, "score"),
         (RolloutError, "rollout"),
     ):
         if isinstance(error, kind):

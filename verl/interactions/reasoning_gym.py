@@ -6,7 +6,7 @@ from typing import Any
 
 from verl.errors import ConfigError
 from verl.interactions.base import seed_of_row
-from verl.rewards.reasoning_gym import extract_answer, reasoning_gym_package
+from verl.rewards.reasoning_gym import extract_answer, reasoning_gym_package, score_of
 
 
 class ReasoningGymEnv:
@@ -56,7 +56,7 @@ class ReasoningGymEnv:
         """Judge an answer."""
         self._left -= 1
         answer = extract_answer(action)
-        score = float(self._dataset.score_answer(action if answer is None else answer, self._entry))
+        score = score_of(self.task, action if answer is None else answer, self._entry, self.settings)
         right = score >= 1.0
         ends = right or not self._left
         return "" if ends else self.retry, score if ends else 0.0, right, ends and not right, {}

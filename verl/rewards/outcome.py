@@ -9,6 +9,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from verl.errors import ScoreError
+
+LARGEST = 3.4028234663852886e38
+"""The largest score: scores are kept as float32."""
+
 
 class OutcomeKind(StrEnum):
     """The four ways in which scoring a sample can end."""
@@ -42,7 +47,7 @@ class RewardOutcome:
     @classmethod
     def scored(cls, score: float, extra: Mapping[str, Any] | None = None) -> RewardOutcome:
         """A score; a number that is not finite becomes an error."""
-        if not math.isfinite(score):
+        if not is_score(score):
             return cls.error(f"the reward function returned the score {score}, which is not a finite number")
         return cls(OutcomeKind.SCORE, float(score), dict(extra or {}))
 
@@ -62,6 +67,27 @@ class RewardOutcome:
         return cls(OutcomeKind.TIMEOUT, message=f"no score within {seconds:g} s{detail}")
 
 
+def is_score(number: float) -> bool:
+    """Whether a number can be a score: finite, also as float32."""
+    return math.isfinite(number) and abs(number) <= LARGEST
+
+
+def checked_score(value: Any, source: str) -> float:
+    """The one check that every score passes that no reward function has made.
+
+    Args:
+        value: what was given.
+        source: who gave it, for the message: ``tool 'search'``, for example.
+
+    Raises:
+        ScoreError: it is no finite number.
+    """
+    number = as_number(value)
+    if number is None or not is_score(number):
+        raise ScoreError(f"{source} gave the reward {describe(value)}; a finite number is needed")
+    return number
+
+
 def as_outcome(value: Any) -> RewardOutcome:
     """Read what a reward function returned.
 
@@ -69,42 +95,52 @@ def as_outcome(value: Any) -> RewardOutcome:
     keys are extra values. ``None``, strings, missing scores, NaN and infinities are errors, never a score of 0.
     """
     if isinstance(value, RewardOutcome):
-        return RewardOutcome.scored(value.score, value.extra) if value.score is not None else _without_score(value)
+        return _checked(value)
     if isinstance(value, Mapping):
         if "score" not in value:
             return RewardOutcome.error(
                 f"the reward function returned a mapping without 'score'; its keys are {list(value)}"
             )
-        score = _number(value["score"])
+        score = as_number(value["score"])
         if score is None:
-            return RewardOutcome.error(f"the reward function returned the score {_describe(value['score'])}")
+            return RewardOutcome.error(f"the reward function returned the score {describe(value['score'])}")
         return RewardOutcome.scored(score, {str(k): v for k, v in value.items() if k != "score"})
-    score = _number(value)
+    score = as_number(value)
     if score is None:
         return RewardOutcome.error(
-            f"the reward function returned {_describe(value)}; expected a number or a mapping with 'score'"
+            f"the reward function returned {describe(value)}; expected a number or a mapping with 'score'"
         )
     return RewardOutcome.scored(score)
 
 
-def _without_score(value: RewardOutcome) -> RewardOutcome:
-    if value.kind is OutcomeKind.SCORE:
+def _checked(value: RewardOutcome) -> RewardOutcome:
+    if value.kind is not OutcomeKind.SCORE:
+        return value
+    score = as_number(value.score)
+    if score is None:
         return RewardOutcome.error("the reward function returned a score outcome without a score")
-    return value
+    return RewardOutcome.scored(score, value.extra)
 
 
-def _number(value: Any) -> float | None:
-    if isinstance(value, numbers.Real):
-        return float(value)
-    if getattr(value, "shape", None) is not None and hasattr(value, "item"):  # NumPy and torch, neither imported
-        try:
+def as_number(value: Any) -> float | None:
+    """The number that a value is (Python, NumPy, or a tensor of one element); None if it is none."""
+    try:
+        if isinstance(value, numbers.Real):
+            return float(value)
+        if getattr(value, "shape", None) is not None and hasattr(value, "item"):  # NumPy and torch, neither imported
             item = value.item()
-        except (ValueError, RuntimeError):
-            return None
-        return float(item) if isinstance(item, numbers.Real) else None
+            return float(item) if isinstance(item, numbers.Real) else None
+    except OverflowError:
+        return math.inf  # an integer beyond all floats
+    except (ValueError, RuntimeError, TypeError):
+        return None
     return None
 
 
-def _describe(value: Any) -> str:
-    text = repr(value)
+def describe(value: Any) -> str:
+    """A value and its type for a message."""
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001  values are of users' classes
+        text = f"<repr failed: {type(error).__name__}>"
     return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"

@@ -7,24 +7,16 @@
 from __future__ import annotations
 
 import logging
-import threading
 from importlib.util import find_spec
 
-from verl.errors import RewardError
-from verl.rewards.function import ScoreFunction
+from verl.rewards.helper import Helper, limit_memory
 from verl.rewards.outcome import OutcomeKind
-from verl.rewards.policy import ScoringOptions
-from verl.rewards.process_scorer import ProcessScorer
 
 logger = logging.getLogger(__name__)
 
 LIMIT_S = 5.0
-_MEMORY_BYTES = 4 << 30
 LONGEST = 2000
 """Characters of a text that is compared."""
-
-_lock = threading.Lock()
-_helper: ProcessScorer | None = None
 
 
 def installed() -> bool:
@@ -42,36 +34,22 @@ def equal(answer: str, reference: str) -> bool:
     """
     if len(answer) > LONGEST or len(reference) > LONGEST:
         return False
-    (outcome,) = _scorer().score([{"answer": answer, "reference": reference}])
-    if outcome.fatal:
-        raise RewardError(outcome.message)
+    outcome = HELPER(answer=answer, reference=reference)
     if outcome.kind is not OutcomeKind.SCORE:
         logger.debug("math-verify did not decide about %r and %r: %s", answer[:100], reference[:100], outcome.message)
     return outcome.score == 1.0
 
 
-def _scorer() -> ProcessScorer:
-    global _helper
-    with _lock:
-        if _helper is None:
-            _warm_up = ProcessScorer(ScoreFunction(verify), ScoringOptions(timeout_s=None, num_workers=1))
-            # the first call imports sympy, which takes longer than a comparison may
-            _warm_up.score([{"answer": "1", "reference": "1"}])
-            _warm_up.timeout_s = LIMIT_S
-            _helper = _warm_up
-        return _helper
-
-
 def verify(answer: str, reference: str) -> float:
     """In the helper process: 1.0 or 0.0."""
-    import resource
-
     from math_verify import parse
     from math_verify import verify as same
 
+    limit_memory()
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of having no time limit; it has one, outside
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if soft == resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, hard))
     gold = parse(reference, parsing_timeout=None)
     return float(same(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
+
+
+# the first call imports sympy, which takes longer than a comparison may
+HELPER = Helper(verify, LIMIT_S, warm_up={"answer": "1", "reference": "1"})

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.errors import DataError
+from verl.errors import DataError, ScoreError
 from verl.models.vision import PromptImages
+from verl.rewards.outcome import checked_score
 from verl.rewards.rate import RateLimiter
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import ToolResponse
@@ -118,7 +119,11 @@ class ToolBox:
         self._created: dict[str, asyncio.Task[None]] = {}
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Carry out a call; whatever goes wrong is told in the result."""
+        """Carry out a call; whatever goes wrong is told in the result.
+
+        Raises:
+            ScoreError: the tool gave a reward that is no finite number.
+        """
         started = time.time()
         result = await self._call(name, arguments)
         if self._note is not None:
@@ -151,6 +156,8 @@ class ToolBox:
             if not deadline.expired():  # the tool's own
                 return self._raised(tool, error)
             return _error(f"{name} gave no answer within {limit:g} s", "timeout")
+        except ScoreError:  # the trajectory has no score then; the model cannot help it
+            raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the model is told; tools are programs of others
             return self._raised(tool, error)
 
@@ -173,7 +180,7 @@ class ToolBox:
     async def _result(self, tool: BaseTool, answer: Any) -> ToolResult:
         response, reward, _ = answer if isinstance(answer, tuple) else (answer, 0.0, {})
         text = response.text if isinstance(response, ToolResponse) else response
-        reward = 0.0 if reward is None else float(reward)
+        reward = 0.0 if reward is None else checked_score(reward, f"tool {tool.name!r}")
         if isinstance(text, bytes | bytearray):
             return ToolResult(f"Error: the answer is {len(text)} bytes of binary data, not text", reward, "not_text")
         shown = response.image if isinstance(response, ToolResponse) else None
@@ -192,7 +199,11 @@ class ToolBox:
         return ToolResult(self.limits.shown(text or ""), reward, images=images)
 
     async def rewards(self) -> dict[str, float]:
-        """What each tool that was used says of the whole trajectory."""
+        """What each tool that was used says of the whole trajectory.
+
+        Raises:
+            ScoreError: a tool gave a reward that is no finite number.
+        """
         found: dict[str, float] = {}
         for name in self._used():
             tool = self.tools[name]
@@ -206,7 +217,7 @@ class ToolBox:
                     self._note(name, started, "reward")
                 continue
             if reward is not None:
-                found[name] = float(reward)
+                found[name] = checked_score(reward, f"calc_reward of tool {name!r}")
         return found
 
     async def close(self) -> None:

@@ -7,6 +7,7 @@ call and is none becomes a :class:`BrokenCall`, which the model is told about.
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from typing import Any, ClassVar, TypeVar
 
 from verl.data.chat import Message
 from verl.utils.registry import Registry
+
+_WORD = re.compile(r"\S")
 
 
 @dataclass(frozen=True)
@@ -197,17 +200,25 @@ def between(text: str, opening: str, closing: str) -> tuple[str, list[str], str 
     Returns:
         The text outside, the texts inside, and what stands behind an opening tag that is never closed (None: all are).
     """
-    outside = ""
+    outside: list[str] = []
     inside: list[str] = []
-    while True:
-        before, found, rest = text.partition(opening)
-        outside += before
-        if not found:
-            return outside, inside, None
-        body, found, text = rest.partition(closing)
-        if not found:
-            return outside, inside, body
-        inside.append(body)
+    place = 0
+    while (opened := text.find(opening, place)) >= 0:
+        outside.append(text[place:opened])
+        begin = opened + len(opening)
+        closed = text.find(closing, begin)
+        if closed < 0:
+            return "".join(outside), inside, text[begin:]
+        inside.append(text[begin:closed])
+        place = closed + len(closing)
+    outside.append(text[place:])
+    return "".join(outside), inside, None
+
+
+def skip_spaces(text: str, place: int) -> int:
+    """The first place from ``place`` on that has no space."""
+    found = _WORD.search(text, place)
+    return len(text) if found is None else found.start()
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:

@@ -102,9 +102,10 @@ class DeepSeekParser(_SeparatedParser):
     marks = (BEGIN, END, OPEN, CLOSE, SEPARATOR)
 
     def parts(self, head: str, rest: str) -> ToolCall | BrokenCall:
-        fenced = re.fullmatch(r"\s*(\S+)\s*```(?:json)?\s*(.*?)\s*```\s*", rest, re.DOTALL)
-        if fenced and head.strip() == "function":
-            return call_of(fenced[1], fenced[2])
+        name, fence, fenced = rest.partition("```")
+        fenced = fenced.rstrip()
+        if head.strip() == "function" and len(name.split()) == 1 and fence and fenced.endswith("```"):
+            return call_of(name, fenced.removesuffix("```").removeprefix("json"))
         return call_of(head, rest)
 
 

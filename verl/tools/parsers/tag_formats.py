@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from verl.tools.parsers.base import BracketedParser, BrokenCall, ToolCall, register_parser
+from verl.tools.parsers.base import BracketedParser, BrokenCall, ToolCall, register_parser, skip_spaces
+
+_FUNCTION = re.compile(r"<function=([^<>\n]++)>")
+_PARAMETER = "<parameter="
+_PAIR = (("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"))
 
 
 class _Tagged(BracketedParser):
@@ -24,27 +28,30 @@ class Qwen3CoderParser(_Tagged):
     """
 
     def call(self, body: str) -> ToolCall | BrokenCall:
-        found = re.fullmatch(r"\s*<function=([^<>\n]+)>(.*?)(</function>)?\s*", body, re.DOTALL)
+        body = body.strip()
+        found = _FUNCTION.match(body)
         if not found:
             return BrokenCall("a call needs <function=name>")
         name = found[1].strip()
-        if not found[3]:
+        if not body.endswith("</function>"):
             return BrokenCall("<function=...> without </function>", name)
+        end = len(body) - len("</function>")
         arguments = {}
-        rest = found[2]
-        while "<parameter=" in rest:
-            before, _, rest = rest.partition("<parameter=")
-            if before.strip():
-                break
-            key, closed, value = rest.partition(">")
-            value, ended, rest = value.partition("</parameter>")
-            if not closed or not ended or not key.strip():
+        place = found.end()
+        while (opened := body.find(_PARAMETER, place, end)) >= 0:
+            if body[place:opened].strip():
+                return BrokenCall("there is text between the parameters", name)
+            begin = opened + len(_PARAMETER)
+            key_end = body.find(">", begin, end)
+            closed = body.find("</parameter>", key_end + 1, end) if key_end >= 0 else -1
+            key = body[begin:key_end].strip()
+            if closed < 0 or not key:
                 return BrokenCall("<parameter=...> without </parameter>", name)
-            arguments[key.strip()] = self.typed(name, key.strip(), _unwrapped(value))
-        else:
-            if not rest.strip():
-                return ToolCall(name, arguments)
-        return BrokenCall("there is text between the parameters", name)
+            arguments[key] = self.typed(name, key, _unwrapped(body[key_end + 1 : closed]))
+            place = closed + len("</parameter>")
+        if body[place:end].strip():
+            return BrokenCall("there is text between the parameters", name)
+        return ToolCall(name, arguments)
 
 
 @register_parser("glm")
@@ -54,18 +61,23 @@ class GLMParser(_Tagged):
     marks = (*_Tagged.marks, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
     def call(self, body: str) -> ToolCall | BrokenCall:
-        name, found, rest = body.partition("<arg_key>")
-        name = name.strip()
+        place = body.find("<arg_key>")
+        place = len(body) if place < 0 else place
+        name = body[:place].strip()
         if not name or "<" in name:
             return BrokenCall("the call has no name")
         arguments = {}
-        rest = found + rest
-        while rest.strip():
-            pair = re.match(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", rest, re.DOTALL)
-            if not pair:
-                return BrokenCall("arguments are pairs of <arg_key> and <arg_value>", name)
-            arguments[pair[1].strip()] = self.typed(name, pair[1].strip(), pair[2])
-            rest = rest[pair.end() :]
+        while (place := skip_spaces(body, place)) < len(body):
+            parts = []
+            for opening, closing in _PAIR:
+                place = skip_spaces(body, place)
+                closed = body.find(closing, place)
+                if not body.startswith(opening, place) or closed < 0:
+                    return BrokenCall("arguments are pairs of <arg_key> and <arg_value>", name)
+                parts.append(body[place + len(opening) : closed])
+                place = closed + len(closing)
+            key = parts[0].strip()
+            arguments[key] = self.typed(name, key, parts[1])
         return ToolCall(name, arguments)
 
 

@@ -32,7 +32,7 @@ GLOSSARY: dict[str, str] = {
     "tool_call_counts/{mean|max|min}": "Tool calls of a conversation.",
     # agents
     "agent/aborted/<reason>": (
-        "Trajectories given up: timeout, exception, data, rollout, generation_aborted, history_rewrite."
+        "Trajectories given up: timeout, exception, data, score, rollout, generation_aborted, history_rewrite."
     ),
     "agent/aborted_fraction": "Share of trajectories given up; they take no part in the update.",
     "agent/tool_calls/<tool>": "Calls of a tool, those that failed included.",

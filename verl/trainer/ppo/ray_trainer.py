@@ -44,7 +44,7 @@ from verl.trainer.ppo.mismatch import MismatchMonitor
 from verl.trainer.ppo.placement import Rollout
 from verl.trainer.ppo.rows import arrange_rows, compute_row_advantages, has_rows, lay_out_rows, without_padding
 from verl.trainer.ppo.saving import RunSaver
-from verl.trainer.ppo.scoring import describe_samples, dump_samples, outcomes, reported
+from verl.trainer.ppo.scoring import check_scores, describe_samples, dump_samples, outcomes, reported
 from verl.trainer.ppo.sources import Source
 from verl.trainer.ppo.validation import Validator
 from verl.utils.device import resolve_device
@@ -316,7 +316,9 @@ class RayPPOTrainer:
     def compute_process_rewards(self, batch: DataProto) -> DataProto:
         """``process_rewards`` (B,R) of the reward model as it is now."""
         assert self.process_reward is not None
-        return self.process_reward.compute_process_rewards(stage_batch(batch, "process_rewards"))
+        made = self.process_reward.compute_process_rewards(stage_batch(batch, "process_rewards"))
+        check_scores(batch, made.batch["process_rewards"], "the implicit reward model")
+        return made
 
     def update_reward_model(self, batch: DataProto) -> dict[str, float]:
         """One step of updates of the process reward model on the outcomes, which must lie in 0 to 1."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from verl.data.collate import object_array
-from verl.errors import RewardError
+from verl.errors import RewardError, ScoreError
 from verl.protocol import DataProto
 from verl.schema import REPORTED_PREFIX
 from verl.single_controller.base import WorkerGroup
@@ -70,14 +70,21 @@ class Scorer:
         """Score every row once; of the batch only ``rm_scores`` is added.
 
         Scores of single turns, which agent loops give, are added. Aborted trajectories have no score.
+
+        Raises:
+            ScoreError: a score is no finite number, whoever made it.
         """
         if self.reward_model is not None:
             batch.union(self.reward_model.compute_rm_score(stage_batch(batch, "rm_score")))
+            check_scores(batch, batch.batch["rm_scores"], "the reward model")
         scored = score_batch(self.reward_fn, batch)
-        if "turn_scores" in batch.batch:
-            scored = replace(scored, scores=scored.scores + batch.batch["turn_scores"])
         if "aborted" in batch.batch:
             scored = replace(scored, has_score=scored.has_score & ~batch.batch["aborted"])
+        source = "the agent loop" if self.reward_model is None and "rm_scores" in batch.batch else _name(self.reward_fn)
+        scored = replace(scored, scores=check_scores(batch, scored.scores, source, scored.has_score))
+        if "turn_scores" in batch.batch:
+            turns = check_scores(batch, batch.batch["turn_scores"], "the agent loop, in turn_scores,", scored.has_score)
+            scored = replace(scored, scores=scored.scores + turns)
         return scored
 
     def __call__(self, batch: DataProto) -> dict[str, float]:
@@ -140,6 +147,50 @@ def apart(extra: Mapping[str, Any], taken: Set[str]) -> dict[str, Any]:
             )
         names[found] = values
     return names
+
+
+def check_scores(
+    batch: DataProto, scores: torch.Tensor, source: str, has_score: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The last check of scores on their way into a batch, whatever made them.
+
+    Args:
+        batch: names the samples.
+        scores: (B,R).
+        source: what made them, for the message.
+        has_score: (B,) bool, False for rows that do not count; not given = all count.
+
+    Returns:
+        The scores, with 0 for numbers that are not finite where nothing reads them: in rows that do not count and on
+        tokens that the policy did not sample.
+
+    Raises:
+        ScoreError: a score that counts is no finite number.
+    """
+    finite = torch.isfinite(scores)
+    if bool(finite.all()):
+        return scores
+    counts = batch.batch["response_mask"].bool() if "response_mask" in batch.batch else torch.ones_like(finite)
+    if has_score is not None:
+        counts = counts & has_score[:, None]
+    wrong = torch.nonzero((counts & ~finite).any(-1)).flatten().tolist()
+    if wrong:
+        row = wrong[0]
+        origin = batch.non_tensor_batch.get("data_source")
+        value = scores[row][counts[row] & ~finite[row]][0].item()
+        raise ScoreError(
+            f"{source} gave the score {value} to {len(wrong)} of {len(scores)} samples; the first is sample {row}"
+            + (f" with data_source={origin[row]!r}" if origin is not None else "")
+            + ". A score must be a finite number: look at what makes it"
+        )
+    return torch.where(finite, scores, torch.zeros_like(scores))
+
+
+def _name(reward_fn: RewardFunction) -> str:
+    function = getattr(reward_fn, "compute_score", None)
+    if function is not None:
+        return f"the reward function {function!r}"
+    return f"the reward manager {getattr(reward_fn, '__name__', type(reward_fn).__name__)}"
 
 
 def leave_out(batch: DataProto, has_score: torch.Tensor) -> None:
