@@ -23,25 +23,26 @@ def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in found], [value for _, value in found]
 
 
-def validation_metric(rows: Rows) -> str:
-    """The mean validation reward, whatever the data source is called."""
+def validation_metric(rows: Rows) -> str | None:
+    """The mean validation reward, whatever the data source is called; ``None`` for a run without validation."""
     names = {name for row in rows for name in row["data"] if name.startswith("val-core/") and "/mean@" in name}
-    if len(names) != 1:
+    if len(names) > 1:
         raise SystemExit(f"expected one validation metric val-core/<data source>/.../mean@N, found {sorted(names)}")
-    return names.pop()
+    return names.pop() if names else None
 
 
 def summarise(rows: Rows, last: int = 5) -> dict[str, Any]:
-    """First and last rewards (the last is the mean over ``last`` steps) and validation accuracies."""
+    """First and last rewards (the last is the mean over ``last`` steps), and validation accuracies where there are."""
     steps, rewards = series(rows, "critic/score/mean")
-    _, accuracies = series(rows, validation_metric(rows))
-    return {
+    result: dict[str, Any] = {
         "reward_first": round(rewards[0], 4),
         "reward_last": round(sum(rewards[-last:]) / len(rewards[-last:]), 4),
-        "val_accuracy_first": round(accuracies[0], 4),
-        "val_accuracy_last": round(accuracies[-1], 4),
         "steps": steps[-1],
     }
+    if (metric := validation_metric(rows)) is not None:
+        _, accuracies = series(rows, metric)
+        result |= {"val_accuracy_first": round(accuracies[0], 4), "val_accuracy_last": round(accuracies[-1], 4)}
+    return result
 
 
 def draw_reward_curve(rows: Rows, path: Path, title: str) -> None:
@@ -53,7 +54,8 @@ def draw_reward_curve(rows: Rows, path: Path, title: str) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
     axes.plot(*series(rows, "critic/score/mean"), label="training reward (sampled)")
-    axes.plot(*series(rows, validation_metric(rows)), "o-", label="validation accuracy (greedy)")
+    if (metric := validation_metric(rows)) is not None:
+        axes.plot(*series(rows, metric), "o-", label="validation accuracy (greedy)")
     axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.02), title=title)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
@@ -63,8 +65,10 @@ def draw_reward_curve(rows: Rows, path: Path, title: str) -> None:
 
 
 def show_samples(directory: Path, count: int) -> None:
-    """Print the same validation prompts with their completions before and after training."""
+    """Print the same validation prompts with their completions before and after training, if there was validation."""
     dumps = sorted(directory.glob("*.jsonl"), key=lambda file: int(file.stem))
+    if not dumps:
+        return
     before, after = (read_metrics(dumps[index])[:count] for index in (0, -1))
     table = Table(title=f"validation completions, step {dumps[0].stem} and step {dumps[-1].stem}", show_lines=True)
     for column in ("prompt", "ground truth", "before", "score", "after", "score"):
@@ -82,7 +86,9 @@ def print_table(result: dict[str, Any]) -> None:
     for column in ("", "first", "last"):
         table.add_column(column, justify="right")
     table.add_row("sampled reward", f"{result['reward_first']:.3f}", f"{result['reward_last']:.3f}")
-    table.add_row("validation accuracy", f"{result['val_accuracy_first']:.3f}", f"{result['val_accuracy_last']:.3f}")
+    if "val_accuracy_last" in result:
+        accuracies = (f"{result[f'val_accuracy_{when}']:.3f}" for when in ("first", "last"))
+        table.add_row("validation accuracy", *accuracies)
     Console().print(table)
     Console().print(f"{result['steps']} steps, {result['seconds']:.0f} s in all")
 
@@ -121,6 +127,7 @@ def report_run(output: Path, seed: int, seconds: float, title: str, *, last: int
     show_samples(output / "validation", samples)
     print_phases(metrics)
     print_table(result)
-    Console().print(
-        f"reward curve: {picture}   all metrics: {metrics_file}   completions: {output / 'validation'}/", soft_wrap=True
-    )
+    written = f"reward curve: {picture}   all metrics: {metrics_file}"
+    if (output / "validation").is_dir():
+        written += f"   completions: {output / 'validation'}/"
+    Console().print(written, soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -84,3 +85,16 @@ def test_validation_prompts_appear_nowhere_else(
     assert (len(train), len(asked[1])) == (40, 20)
     assert not asked[0] & asked[1]
     assert val[0]["data_source"].startswith("final_answer/")
+
+
+def test_a_run_without_validation_is_reported(
+    load: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = load("report.py")
+    values = {"critic/score/mean": 0.5, "timing_s/step": 1.0, "perf/cpu_memory_peak_gb": 1.0}
+    rows = [json.dumps({"step": step, "data": values}) for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    report.report_run(tmp_path, 1, 2.0, "title")
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result == {"reward_first": 0.5, "reward_last": 0.5, "steps": 2, "seconds": 2.0, "seed": 1}
+    assert "validation" not in capsys.readouterr().out

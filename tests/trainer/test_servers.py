@@ -23,6 +23,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.placement import processes_per_slot, replica_count, shared_config, slots_of_replicas
 from verl.trainer.ppo.servers import AgentLoopPool, ServerRollout
 from verl.workers.rollout.base import GenerationRequest, SamplingParams, run_blocking
+from verl.workers.sharding_manager import SendReport
 from verl.workers.sharding_manager.link import WeightLink
 
 
@@ -52,11 +53,12 @@ class Sender:
     def __init__(self) -> None:
         self.transports: list[Any] = []  # their memory is read when a call is over
 
-    def send(self, version: int, links: dict[int, WeightLink], again: bool) -> None:
+    def send(self, version: int, links: dict[int, WeightLink], again: bool) -> SendReport:
         weights = weights_of(make_model(served_everywhere(), spread=2.0))
         for link in links.values():
             self.transports.append(link.sender(most_bytes=1 << 20))
             self.transports[-1].send(version, weights.items())
+        return SendReport(version, 0.1, 1, len(weights), changed=7)
 
 
 class Trainers:
@@ -99,6 +101,7 @@ def test_a_server_that_dies_in_use_comes_back_with_the_weights(tmp_path: Path) -
         )
         metrics = rollout.sync_weights(3)
         assert metrics["weight_sync/version"] == 3
+        assert metrics["weight_sync/changed_tensors"] == 7  # which the senders know
         prompts = torch.tensor(random_prompts([6, 6]))
         batch = DataProto.from_dict({"input_ids": prompts, "attention_mask": torch.ones_like(prompts)})
         batch.meta_info.update(step=1)

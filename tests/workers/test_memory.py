@@ -19,7 +19,7 @@ from verl.trainer.ppo.placement import build_worker_groups
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.device import DeviceMemory
 from verl.workers import memory
-from verl.workers.memory import Item, MemoryMeter, predict, table, together
+from verl.workers.memory import RESERVED, Item, MemoryMeter, predict, table, together
 
 MIB = 2**20
 #: Qwen2.5-7B as its config.json has it
@@ -135,6 +135,48 @@ def test_background_saves_keep_copies_in_host_memory(qwen7b: str) -> None:
     found = cells(predict(config_of(qwen7b, *keys, contents), "cuda"))
     assert found["actor", "copies for saving", "update", True] == pytest.approx(held, rel=1e-6)
     assert not any("copies for saving" in key for key in cells(predict(config_of(qwen7b, keys[0]), "cuda")))
+
+
+def test_cache_memory_is_compared_with_what_an_engine_reserves(qwen7b: str) -> None:
+    """vLLM and SGLang take the cache of max_num_seqs sequences on a CPU, whatever the batch needs."""
+    token = 28 * 2 * 4 * 128 * 4
+    name = "actor_rollout_ref.rollout.name"
+    keys = ["actor_rollout_ref.rollout.max_num_seqs=64", "actor_rollout_ref.rollout.dtype=float32"]
+    key = ("rollout", "kv cache", "generate", False)
+    assert cells(predict(config_of(qwen7b, *keys), "cpu"))[key] == 16 * 32 * token  # 8 prompts, 2 samples
+    # blocks of 128 tokens, and one that is never used
+    assert cells(predict(config_of(qwen7b, *keys, f"{name}=vllm"), "cpu"))[key] == (64 + 1) * 128 * token
+    assert cells(predict(config_of(qwen7b, *keys, f"{name}=sglang"), "cpu"))[key] == 64 * (32 + 8) * token
+    # on a GPU both take their share of the device, which no configuration knows
+    items = predict(config_of(qwen7b, *keys, f"{name}=vllm"), "cuda")
+    assert cells(items)[key] == 16 * 32 * token
+    text = table(items, [{"rollout kv cache" + RESERVED: 2883 * MIB}])
+    assert "rank 0 rollout kv cache: full batches need 56.0 MiB, 2,883.0 MiB are reserved" in text
+    assert "measured 2,883" not in text
+
+
+@pytest.mark.parametrize(("ranks", "heads"), [(1, 4), (2, 2), (4, 1), (8, 1)])
+def test_cache_of_split_models(ranks: int, heads: int, qwen7b: str) -> None:
+    """A rank has at least one of the 4 key-value heads."""
+    keys = [f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks}", "actor_rollout_ref.rollout.name=vllm"]
+    found = cells(predict(config_of(qwen7b, *keys, "trainer.n_gpus_per_node=8"), "cuda"))
+    samples = 8 * 2 * ranks // 8
+    assert found["rollout", "kv cache", "generate", False] == samples * 32 * 28 * 2 * heads * 128 * 2
+
+
+def test_latent_cache_is_not_split(tmp_path: Path) -> None:
+    latent = {
+        "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 64, "vocab_size": 128,
+        "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(latent))
+    keys = ["actor_rollout_ref.rollout.name=vllm", "trainer.n_gpus_per_node=4"]
+    for ranks in (1, 4):
+        parallel = f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks}"
+        found = cells(predict(config_of(str(tmp_path), *keys, parallel), "cuda"))
+        samples = 8 * 2 * ranks // 4
+        assert found["rollout", "kv cache", "generate", False] == samples * 32 * 4_608
 
 
 def test_adapters_need_no_state_for_the_rest(qwen7b: str) -> None:

@@ -21,6 +21,7 @@ from verl.config.base import Config, opt, section, suggestion
 from verl.config.batching import batch_problems, sequence_problems, sizes_per_gpu, token_problems
 from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig
+from verl.config.engine_keys import rough_engine_keys
 from verl.config.files import missing_file, missing_model, raise_problems
 from verl.config.fsdp import FSDPConfig
 from verl.config.megatron import PARALLEL_SIZES
@@ -280,6 +281,13 @@ class PPOConfig(Config):
                 "samples of the policy that is trained, whose log-probabilities know no penalty; set algorithm."
                 "rollout_correction.rollout_is=token (or bypass_mode=True), or leave the penalty out (for validation "
                 "alone there is val_kwargs.repetition_penalty)"
+            )
+        rough = rough_engine_keys(rollout.name, getattr(rollout.engine_kwargs, rollout.name, {}), rollout.dtype)
+        if rough and not corrected and not self.trainer.val_only:
+            yield (
+                f"actor_rollout_ref.rollout.engine_kwargs.{rollout.name}.{', '.join(rough)}: responses are then not "
+                "samples of the policy that is trained, by more than rounding; set algorithm.rollout_correction."
+                "rollout_is=token (or bypass_mode=True), or leave it out"
             )
         if algorithm.filter_overlong_responses and rollout.ignore_eos:
             yield (

@@ -8,73 +8,13 @@ from typing import Any
 
 from verl import envs
 from verl.config.base import Config, MicroBatch, opt, section, suggestion
+from verl.config.engine_keys import engine_key_problems
 from verl.config.fsdp import DTYPE_SPELLINGS, DTYPES
 from verl.config.multi_turn import AgentConfig, MultiTurnConfig
 
 ACTOR = "actor_rollout_ref.actor"
 ENGINES = ("hf", "sglang", "vllm")
 
-#: arguments of vLLM that other keys stand for, or that the exchange of weights and tokens depends on
-VLLM_KEYS = {
-    "model": "the model is model.path; leave it out",
-    "tokenizer": "the engine works on token ids; leave it out",
-    "skip_tokenizer_init": "the engine works on token ids; leave it out",
-    "dtype": "use rollout.dtype",
-    "seed": "every sample has its own seed, from trainer.seed; leave it out",
-    "max_model_len": "use rollout.max_model_len",
-    "max_num_seqs": "use rollout.max_num_seqs",
-    "max_num_batched_tokens": "use rollout.max_num_batched_tokens",
-    "gpu_memory_utilization": "use rollout.gpu_memory_utilization",
-    "tensor_parallel_size": "use rollout.tensor_model_parallel_size",
-    "enforce_eager": "use rollout.enforce_eager",
-    "enable_chunked_prefill": "use rollout.enable_chunked_prefill",
-    "enable_prefix_caching": "use rollout.enable_prefix_caching",
-    "load_format": "weights are always the policy's; leave it out",
-    "logprobs_mode": "log-probabilities are always those of the distribution that is sampled from; leave it out",
-    "enable_sleep_mode": "use rollout.free_cache_engine",
-    "distributed_executor_backend": "the engine runs inside the training processes; leave it out",
-    "enable_lora": "set by model.lora_rank and rollout.lora_merge; leave it out",
-    "max_lora_rank": "set by model.lora_rank; leave it out",
-    "max_loras": "there is one adapter, the policy's; leave it out",
-    "max_cpu_loras": "there is one adapter, the policy's; leave it out",
-    "lora_target_modules": "set by model.target_modules; leave it out",
-    "worker_extension_cls": "it is how weights are handed over; leave it out",
-    "trust_remote_code": "use model.trust_remote_code",
-}
-
-#: the same for SGLang
-SGLANG_KEYS = {
-    "model_path": "the model is model.path; leave it out",
-    "tokenizer_path": "the engine works on token ids; leave it out",
-    "skip_tokenizer_init": "the engine works on token ids; leave it out",
-    "trust_remote_code": "use model.trust_remote_code",
-    "json_model_override_args": "use model.override_config",
-    "device": "use trainer.device",
-    "dtype": "use rollout.dtype",
-    "random_seed": "every sample has its own seed, from trainer.seed; leave it out",
-    "load_format": "weights are always the policy's; leave it out",
-    "sampling_backend": "seeds and log-probabilities are those of the built-in sampler; leave it out",
-    "context_length": "use rollout.max_model_len",
-    "max_running_requests": "use rollout.max_num_seqs",
-    "max_prefill_tokens": "use rollout.max_num_batched_tokens",
-    "chunked_prefill_size": "use rollout.enable_chunked_prefill and rollout.max_num_batched_tokens",
-    "disable_radix_cache": "use rollout.enable_prefix_caching",
-    "disable_cuda_graph": "use rollout.enforce_eager",
-    "mem_fraction_static": "use rollout.gpu_memory_utilization",
-    "tp_size": "use rollout.tensor_model_parallel_size",
-    "enable_lora": "set by model.lora_rank and rollout.lora_merge; leave it out",
-    "max_lora_rank": "set by model.lora_rank; leave it out",
-    "max_loras_per_batch": "there is one adapter, the policy's; leave it out",
-    "lora_target_modules": "set by model.target_modules; leave it out",
-    "lora_paths": "the adapter is the policy's; leave it out",
-    "base_gpu_id": "the server runs on its worker's GPUs; leave it out",
-    "enable_memory_saver": "use rollout.free_cache_engine",
-    "enable_weights_cpu_backup": "use rollout.free_cache_engine",
-    "host": "a worker's own server is for the worker alone; rollout.server_urls names servers that run elsewhere",
-    "port": "a worker's own server is for the worker alone; rollout.server_urls names servers that run elsewhere",
-    "api_key": "a worker's own server is for the worker alone; leave it out",
-    "skip_server_warmup": "the server has no weights when it starts; leave it out",
-}
 #: keys that mean something to the engines that are not built in, and their values that mean nothing
 _ENGINE_KEYS: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("tensor_model_parallel_size", (1,)),
@@ -403,11 +343,10 @@ class RolloutConfig(Config):
 
     def _engine_problems(self) -> Iterator[str]:
         """Keys that the chosen engine has no use for."""
-        for engine, refused in (("vllm", VLLM_KEYS), ("sglang", SGLANG_KEYS)):
+        for engine in ("vllm", "sglang"):
             given = getattr(self.engine_kwargs, engine)
             if self.name == engine:
-                for key in given.keys() & refused.keys():
-                    yield f"engine_kwargs.{engine}.{key}={given[key]!r}: {refused[key]}"
+                yield from engine_key_problems(engine, given)
             elif given:
                 yield (
                     f"engine_kwargs.{engine}={given!r}: is for rollout.name={engine}, and the name is {self.name!r}; "

@@ -18,6 +18,71 @@ if TYPE_CHECKING:
     from verl.config import ModelConfig
 
 
+#: kinds of layers, as a configuration names them, that keep a state of fixed size and nothing per token
+_STATE_LAYERS = frozenset({"linear_attention", "conv", "mamba", "mamba2", "recurrent", "rwkv", "ssm", "mlp", "moe"})
+
+
+@dataclass(frozen=True)
+class CacheLayer:
+    """What one layer keeps per token.
+
+    Attributes:
+        heads: key-value heads, which tensor parallelism divides; where there are fewer than ranks, each rank has one.
+        width: numbers of keys and values per head. Latent attention has one head, which every rank keeps whole.
+    """
+
+    heads: int
+    width: int
+
+    def numbers(self, parallel: int = 1) -> int:
+        """Numbers on one of ``parallel`` ranks."""
+        return -(-self.heads // parallel) * self.width
+
+
+def cache_layers(config: PreTrainedConfig) -> tuple[CacheLayer, ...]:
+    """The layers of a language model that keep keys and values, from its configuration.
+
+    A layer with a sliding window counts like any other: its cache is as large as the others' until the window is full.
+
+    Args:
+        config: of Transformers; of a vision-language model the whole or the language model's part.
+    """
+    text = config.get_text_config()
+    count = int(text.num_hidden_layers)
+    kinds = list(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or [])
+    kinds = kinds[:count] if len(kinds) >= count else ["full_attention"] * count
+    # the last layers of some models read what an earlier layer keeps
+    own = count - int(getattr(text, "num_kv_shared_layers", None) or 0)
+    return tuple(_cache_layer(text, kind) for kind in kinds[:own] if kind not in _STATE_LAYERS)
+
+
+def _cache_layer(text: PreTrainedConfig, kind: str) -> CacheLayer:
+    if getattr(text, "kv_lora_rank", None):  # latent attention keeps one compressed vector and its position
+        return CacheLayer(1, int(text.kv_lora_rank) + int(text.qk_rope_head_dim))
+    sliding = kind == "sliding_attention"
+
+    def number(name: str, *others: str) -> int | None:
+        """The first setting that the configuration has: this kind's own, or that of all layers."""
+        names = ([f"swa_{name}"] if sliding else [f"global_{name}", f"num_global_{name.removeprefix('num_')}"]) + [name]
+        values = (getattr(text, key, None) for key in (*names, *others))
+        return next((int(value) for value in values if isinstance(value, int) and value > 0), None)
+
+    heads = int(text.num_attention_heads)
+    width = number("head_dim") or int(text.hidden_size) // heads
+    return CacheLayer(number("num_key_value_heads") or heads, width + (number("v_head_dim") or width))
+
+
+def cached_token_bytes(config: PreTrainedConfig, itemsize: int, *, parallel: int = 1) -> int:
+    """Bytes that one token takes in the key-value cache of one rank, over all layers.
+
+    Args:
+        config: as for :func:`cache_layers`.
+        itemsize: bytes of a number in the cache.
+        parallel: ranks that share the model by tensor parallelism.
+    """
+    return sum(layer.numbers(parallel) for layer in cache_layers(config)) * itemsize
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of one model.
@@ -27,7 +92,7 @@ class ModelShape:
         trained: of those that training changes: all, or low-rank adapters.
         layer_parameters: numbers in the largest decoder layer.
         layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary: of its text model.
-        cache_width: numbers that the key-value cache holds per token and layer.
+        cache: the layers that keep keys and values.
     """
 
     parameters: tuple[tuple[int, ...], ...]
@@ -40,7 +105,11 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     vocabulary: int
-    cache_width: int
+    cache: tuple[CacheLayer, ...]
+
+    def cached_token_bytes(self, itemsize: int, *, parallel: int = 1) -> int:
+        """:func:`cached_token_bytes` of this model."""
+        return sum(layer.numbers(parallel) for layer in self.cache) * itemsize
 
     @property
     def count(self) -> int:
@@ -101,9 +170,6 @@ def shape_of(
     heads = int(text.num_attention_heads)
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
     head_dim = int(getattr(text, "head_dim", None) or hidden // heads)
-    cache_width = 2 * kv_heads * head_dim
-    if getattr(text, "kv_lora_rank", None):  # latent attention caches compressed vectors
-        cache_width = int(text.kv_lora_rank) + int(text.qk_rope_head_dim)
     return ModelShape(
         parameters=tuple(shapes),
         trained=tuple(trained),
@@ -115,5 +181,5 @@ def shape_of(
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocabulary=int(text.vocab_size),
-        cache_width=cache_width,
+        cache=cache_layers(config),
     )

@@ -22,7 +22,12 @@ from verl.models.shape import ModelShape, model_shape
 from verl.utils.device import device_memory_stats, reset_peak_memory
 from verl.workers.engine.sharding import Precision
 from verl.workers.rollout.hf.packed import PACKED_FROM
-from verl.workers.rollout.settings import resolve_dtype
+from verl.workers.rollout.settings import (
+    cache_itemsize,
+    resolve_dtype,
+    sglang_cpu_cache_tokens,
+    vllm_cpu_cache_bytes,
+)
 
 #: phases of a step, in order; ``load`` is the state before the first
 PHASES = ("load", "generate", "log_prob", "update", "sync")
@@ -30,6 +35,8 @@ PHASES = ("load", "generate", "log_prob", "update", "sync")
 EXACT = frozenset(
     {"parameters", "gradients", "optimizer", "kv cache", "rollout weights", "bucket", "copies for saving"}
 )
+#: end of the name of a measured part that an engine takes by its share of the device, whatever batches need
+RESERVED = ", reserved"
 #: needed while a role computes, one role after the other
 _PASSING = frozenset({"gradients", "gathered layers", "activations", "logits chunk"})
 #: state tensors of an optimizer as large as the parameter
@@ -249,8 +256,12 @@ def _rollout_items(config: PPOConfig, shape: ModelShape, device: torch.device, w
     samples = config.data.train_batch_size * rollout.n * parallel // world
     sequences = min(rollout.max_num_seqs, max(samples, 1))
     length = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    split = min(parallel, shape.kv_heads)
-    cache = sequences * length * shape.layers * shape.cache_width * dtype.itemsize // split
+    token = shape.cached_token_bytes(cache_itemsize(rollout, dtype), parallel=parallel)
+    cache = sequences * length * token
+    if device.type == "cpu" and rollout.name == "vllm":  # engines that reserve their cache when they start
+        cache = vllm_cpu_cache_bytes(rollout.max_num_seqs, token, length)
+    elif device.type == "cpu" and rollout.name == "sglang":
+        cache = sglang_cpu_cache_tokens(rollout.max_num_seqs, length) * token
     for phase in PHASES[1:]:
         if phase == "generate" or not rollout.free_cache_engine:
             yield Item("rollout", "kv cache", phase, cache)
@@ -317,8 +328,14 @@ def _beside(items: Sequence[Item], measured: Sequence[Mapping[str, int]]) -> Ite
         predicted[name] = max(predicted.get(name, 0), item.nbytes)
     for rank, found in enumerate(measured):
         for name, value in found.items():
+            needed = name.removesuffix(RESERVED)
             if name in predicted:
                 yield f"rank {rank} {name}: predicted {_mib(predicted[name])} MiB, measured {_mib(value)} MiB"
+            elif needed in predicted:
+                yield (
+                    f"rank {rank} {needed}: full batches need {_mib(predicted[needed])} MiB, {_mib(value)} MiB are "
+                    "reserved (rollout.gpu_memory_utilization)"
+                )
 
 
 def _mib(value: int | None) -> str:

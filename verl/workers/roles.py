@@ -53,7 +53,7 @@ from verl.workers.engine.batching import MINI_BATCH_ROWS
 from verl.workers.engine.export import export_model
 from verl.workers.engine.images import engine_rows, prompt_parts, with_images
 from verl.workers.losses import actor_loss, critic_loss, implicit_reward_model_loss
-from verl.workers.memory import METER
+from verl.workers.memory import METER, RESERVED
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import unless_cancelled
 from verl.workers.rollout.batch import EventCounts, batch_from_completions, requests_from_batch
@@ -449,7 +449,8 @@ class ActorRolloutRefWorker(RoleWorker):
         """Measured bytes of this rank, see :meth:`memory_of`; the cache as it was while generating."""
         report = self.memory_of(actor=self.actor, ref=None if self.ref is self.actor else self.ref)
         if "rollout" in self.parts:
-            report["rollout kv cache"] = self.cache_bytes
+            by_share = self.config.rollout.name != "hf" and self.device.type != "cpu"
+            report["rollout kv cache" + RESERVED * by_share] = self.cache_bytes
             report["rollout rollout weights"] = self.rollout.memory().owned_weights
         return report
 

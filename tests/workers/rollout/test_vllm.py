@@ -25,7 +25,7 @@ from tests.workers.rollout.helpers import (
     weights_of,
 )
 from verl.config.rollout import EngineKwargsConfig
-from verl.errors import ConfigError, RolloutError
+from verl.errors import ConfigError, RolloutError, WeightSyncError
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams, run_blocking
 
 pytestmark = [
@@ -112,6 +112,41 @@ def test_models_that_vllm_cannot_serve_here_are_refused(tmp_path: Path) -> None:
 def test_arguments_that_vllm_does_not_know_are_refused(model: torch.nn.Module, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="blok_size"):
         make_vllm_engine(model, tmp_path, engine_kwargs=EngineKwargsConfig(vllm={"blok_size": 32}))
+
+
+def test_a_cache_that_vllm_keeps_is_dropped_in_another_way_or_an_error(
+    model: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_vllm_engine(model, tmp_path)
+    asyncio.run(hand_over(engine, model))
+    asked: list[bool] = []
+
+    def reset(reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        asked.append(reset_running_requests)
+        return reset_running_requests and agrees
+
+    monkeypatch.setattr(engine.engine, "reset_prefix_cache", reset)
+    agrees = True
+    asyncio.run(hand_over(engine, model, version=2))
+    assert asked[:2] == [False, True]
+    agrees = False
+    with pytest.raises(WeightSyncError, match="vLLM kept keys and values of older weights"):
+        asyncio.run(hand_over(engine, model, version=3))
+    with pytest.raises(RolloutError, match="no complete weights"):
+        generate(engine, [[3]], SamplingParams(2))
+    monkeypatch.undo()
+    asyncio.run(hand_over(engine, model, version=3))
+    assert generate(engine, [[3]], SamplingParams(2))[0].policy_version == 3
+
+
+def test_the_cache_that_is_reserved_is_the_one_that_is_predicted(engine: Any) -> None:
+    from verl.models.shape import cached_token_bytes
+    from verl.workers.rollout.settings import vllm_cpu_cache_bytes
+
+    sequences, length = engine.engine.vllm_config.scheduler_config.max_num_seqs, engine.max_model_len
+    token = cached_token_bytes(served_everywhere(), 4)
+    reserved = engine._rpc("verl_memory")[0]
+    assert reserved == pytest.approx(vllm_cpu_cache_bytes(sequences, token, length), rel=0.01)
 
 
 # ---- sampling

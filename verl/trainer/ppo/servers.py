@@ -8,6 +8,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -303,7 +304,10 @@ class ServerRollout:
         values = wait_for(calls, self.timeout_s + _GRACE_S)
         if not again:
             self._links = links
-        return values[: len(calls) - len(sends)]
+        reports: list[SyncReport] = values[: len(calls) - len(sends)]
+        # the senders read every weight, the receivers do not
+        changed = next((sent.changed for sent in values[len(reports) :] if sent.changed is not None), None)
+        return [replace(report, changed=changed) for report in reports]
 
     def _connect(self, replicas: Sequence[Replica]) -> dict[int, tuple[WeightLink, list[object]]]:
         """Sending rank -> its link and the servers at the other end, in their order."""

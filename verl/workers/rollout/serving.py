@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -65,10 +66,16 @@ class Gate:
     """Holds requests back while an engine is paused.
 
     A pause ends what an engine computes; the gate keeps those requests with the tokens that they have and gives them
-    to the engine again when it is opened.
+    to the engine again when it is opened. What engines answer passes through it, and is checked here.
+
+    Args:
+        engine: its name, for messages.
+        vocab_size: tokens that the model has.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engine: str, vocab_size: int) -> None:
+        self.engine = engine
+        self.vocab_size = vocab_size
         self.closed = False
         self._closings = 0
         self._callers: set[_Caller] = set()
@@ -107,6 +114,9 @@ class Gate:
             serve: what the engine does while the gate is open.
             requests: of the call.
             collective: ranks serve together: after a pause this one takes part again, even without requests.
+
+        Raises:
+            RolloutError: as the engine does, or a completion cannot be what the model sampled.
         """
         caller = _Caller(dict(enumerate(requests)))
         self._callers.add(caller)
@@ -126,6 +136,7 @@ class Gate:
                 paused = self._closings != closings
                 for place, completion in zip(places, results, strict=True):
                     request = caller.open[place]
+                    check_completion(request, completion, engine=self.engine, vocab_size=self.vocab_size)
                     if paused and completion.finish_reason == "abort" and request.request_id not in caller.unwanted:
                         caller.open[place] = replace(request, partial=completion)
                     else:
@@ -220,6 +231,41 @@ def check_request(
         raise RolloutError(
             f"request {name!r}: {len(request.prompt_ids)} prompt tokens + max_tokens={request.sampling.max_tokens} "
             f"exceed max_model_len={max_model_len}, which is rollout's or the number of positions that the model has"
+        )
+
+
+def check_completion(request: GenerationRequest, completion: Completion, *, engine: str, vocab_size: int) -> None:
+    """Refuse a completion that cannot be what the model sampled.
+
+    Args:
+        request: that it answers.
+        completion: to check.
+        engine: its name, for messages.
+        vocab_size: the model's.
+
+    Raises:
+        RolloutError: a token is none of the model's, or has no finite log-probability.
+    """
+    tokens, values = completion.token_ids, completion.log_probs
+    where = f"rollout.name={engine}: the engine answered request {request.request_id!r} with"
+    remedy = (
+        f"its samples cannot be trained on; leave out settings of rollout.engine_kwargs.{engine}, set rollout.dtype to "
+        "a wider type, or set rollout.name=hf"
+    )
+    if engine == "hf":
+        remedy = "the weights may have become infinite or NaN (see actor/grad_norm); lower the learning rate"
+    if len(tokens) != len(values):
+        raise RolloutError(f"{where} {len(tokens)} tokens and {len(values)} log-probabilities; {remedy}")
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        place = next(index for index, token in enumerate(tokens) if not 0 <= token < vocab_size)
+        raise RolloutError(
+            f"{where} token id {tokens[place]} at position {place}, outside of the model's vocabulary of {vocab_size}; "
+            f"{remedy}"
+        )
+    if not all(map(math.isfinite, values)):
+        place = next(index for index, value in enumerate(values) if not math.isfinite(value))
+        raise RolloutError(
+            f"{where} the log-probability {values[place]} for token {tokens[place]} at position {place}; {remedy}"
         )
 
 

@@ -27,6 +27,11 @@ _DTYPES = {
 }
 
 
+_VLLM_CPU_BLOCK = 128  # tokens in a block of vLLM's cache on CPUs
+#: positions that SGLang keeps free behind the longest sequence
+SGLANG_SPARE_POSITIONS = 8
+
+
 def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
     """The type that ``rollout.dtype`` stands for on a device.
 
@@ -38,6 +43,33 @@ def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
     if name not in _DTYPES:
         raise ConfigError(f"rollout.dtype={name!r}: use auto, {', '.join(_DTYPES)}")
     return _DTYPES[str(name)]
+
+
+def cache_itemsize(rollout: RolloutConfig, dtype: torch.dtype) -> int:
+    """Bytes of a number in the key-value cache: those of the weights' type unless the engine's settings say another."""
+    given = getattr(rollout.engine_kwargs, rollout.name, {})  # hf has none
+    name = str(given.get("kv_cache_dtype") or "auto")
+    if name == "auto":
+        return dtype.itemsize
+    if name in _DTYPES:
+        return _DTYPES[name].itemsize
+    return 1  # both engines know types of eight bits and fewer besides
+
+
+def vllm_cpu_cache_bytes(sequences: int, token_bytes: int, length: int) -> int:
+    """Bytes of vLLM's cache on a CPU for a number of sequences; one block is never used.
+
+    Args:
+        sequences: that it holds.
+        token_bytes: of a cached token on one rank.
+        length: tokens of the longest sequence.
+    """
+    return (sequences * -(-length // _VLLM_CPU_BLOCK) + 1) * token_bytes * _VLLM_CPU_BLOCK
+
+
+def sglang_cpu_cache_tokens(sequences: int, length: int) -> int:
+    """Tokens of SGLang's cache on a CPU for a number of sequences of a length."""
+    return sequences * (length + SGLANG_SPARE_POSITIONS)
 
 
 def max_model_len(rollout: RolloutConfig, text_config: Any) -> int:

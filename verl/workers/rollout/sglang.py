@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from verl import envs
+from verl.config.engine_keys import SERVER_SETTINGS, engine_key_problems
 from verl.errors import ConfigError, RolloutError, VerlError, WeightSyncError
 from verl.models.lora import LoraSettings, is_adapter_name
 from verl.utils.device import get_torch_device
@@ -125,7 +126,7 @@ class SGLangRolloutEngine(RolloutEngine):
         if lora is not None and self.manifest.adapter:
             self._register_adapter(lora)
         self.takes_adapter = self._adapter is not None
-        self.gate = Gate()
+        self.gate = Gate("sglang", self.vocab_size)
         #: parts that the caller wants ready, and parts whose memory is really held
         self._awake: set[MemoryPart] = set(MEMORY_PARTS)
         self._resident: set[MemoryPart] = set(MEMORY_PARTS)
@@ -197,6 +198,13 @@ class SGLangRolloutEngine(RolloutEngine):
                 f"rollout.server_urls: the server at {self.connection.url} serves {positions} tokens, sequences may "
                 f"have {self.max_model_len}; start it with a larger --context-length"
             )
+        if config.server_urls:
+            given = {key: info[key] for key in SERVER_SETTINGS if info.get(key) not in (None, False, "auto", [], {})}
+            if problem := next(engine_key_problems("sglang", given), None):
+                raise ConfigError(
+                    f"rollout.server_urls: the server at {self.connection.url} was started with "
+                    f"{problem.removeprefix('engine_kwargs.sglang.')}"
+                )
         cpu = info["device"] == "cpu"
         self._frees = cpu or bool(info["enable_memory_saver"])
         self._keeps_values = not cpu and bool(info["enable_weights_cpu_backup"])

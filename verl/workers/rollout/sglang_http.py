@@ -196,7 +196,8 @@ class Connection:
                 answer = await response.json() if "json" in response.content_type else text
         except aiohttp.ClientError as error:
             raise ConnectionError(str(error) or type(error).__name__) from error
-        if response.status >= 400:
+        refused = isinstance(answer, dict) and answer.get("success") is False
+        if response.status >= 400 or refused:
             raise RolloutError(f"{self.url}{path} answered {response.status}: {_message(answer)}")
         return answer
 

@@ -12,15 +12,13 @@ import psutil
 import torch
 
 from verl.errors import ConfigError
-from verl.workers.rollout.settings import max_model_len
+from verl.models.shape import cached_token_bytes
+from verl.workers.rollout.settings import SGLANG_SPARE_POSITIONS, cache_itemsize, max_model_len, sglang_cpu_cache_tokens
 from verl.workers.rollout.sglang_adapters import SLOTS
 from verl.workers.rollout.sglang_sampler import BACKEND
 
 if TYPE_CHECKING:
     from verl.config import ModelConfig, RolloutConfig
-
-#: positions that SGLang keeps free behind the longest sequence
-_SPARE_POSITIONS = 8
 
 
 def server_arguments(
@@ -62,7 +60,7 @@ def server_arguments(
         "random_seed": 0,
         "load_format": "dummy",  # the first update brings the weights
         "sampling_backend": BACKEND,
-        "context_length": length + _SPARE_POSITIONS,
+        "context_length": length + SGLANG_SPARE_POSITIONS,
         "max_running_requests": rollout.max_num_seqs,
         "chunked_prefill_size": rollout.max_num_batched_tokens if chunked else -1,
         "max_prefill_tokens": max(rollout.max_num_batched_tokens, 1 if chunked else length),
@@ -109,14 +107,13 @@ def _cpu_cache_tokens(
     rollout: RolloutConfig, config: Any, dtype: torch.dtype, length: int, local_world_size: int
 ) -> int:
     """Tokens of cache for ``max_num_seqs`` sequences, at most this rank's share of the free memory."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * heads * width * config.num_hidden_layers * dtype.itemsize
+    itemsize = cache_itemsize(rollout, dtype)
+    per_token = cached_token_bytes(config, itemsize, parallel=rollout.tensor_model_parallel_size)
     share = int(psutil.virtual_memory().available * rollout.gpu_memory_utilization / local_world_size) // per_token
-    if share < length + _SPARE_POSITIONS:
+    if share < length + SGLANG_SPARE_POSITIONS:
         raise ConfigError(
             f"the cache of one sequence of {length} tokens needs {length * per_token / 2**20:.0f} MB, this rank's "
             f"share of the free memory is {share * per_token / 2**20:.0f} MB; raise actor_rollout_ref.rollout."
             "gpu_memory_utilization, or lower prompt_length, response_length or the number of ranks on this machine"
         )
-    return int(min(rollout.max_num_seqs * (length + _SPARE_POSITIONS), share))
+    return int(min(sglang_cpu_cache_tokens(rollout.max_num_seqs, length), share))

@@ -154,7 +154,7 @@ class VLLMRolloutEngine(RolloutEngine):
                 merge_instead(rollout_config, problem)
                 self.manifest.without_adapter()
         self.takes_adapter = self._adapter is not None
-        self.gate = Gate()
+        self.gate = Gate("vllm", self.vocab_size)
         #: parts that the caller wants ready, and parts whose memory is really held
         self._awake: set[MemoryPart] = set(MEMORY_PARTS)
         self._resident: set[MemoryPart] = set(MEMORY_PARTS)
@@ -415,7 +415,7 @@ class VLLMRolloutEngine(RolloutEngine):
 
     def _release(self, *, keep_weights: bool) -> None:
         """Free what is held; ``_resident`` keeps what could not be freed."""
-        self.engine.reset_prefix_cache()
+        self._drop_cache(RolloutError)
         if self.device.type == "cpu":
             if "kv_cache" in self._resident and self._rpc("verl_release_cache"):
                 self._resident.discard("kv_cache")
@@ -548,6 +548,7 @@ class VLLMRolloutEngine(RolloutEngine):
         try:
             new_base = "weights" in self._begun
             self.manifest.end(adapter_only=self.takes_adapter and not new_base and not self.needs_base)
+            self._drop_cache(WeightSyncError)
             if new_base:
                 self._rpc("verl_end_update")
                 self._values = True
@@ -561,9 +562,21 @@ class VLLMRolloutEngine(RolloutEngine):
             self._live = self._arriving
         elif self._live is not None:
             self._live = None if self._arriving is None else self._live | self._arriving
-        self.engine.reset_prefix_cache()
         self._complete = True
         self._version = version
+
+    def _drop_cache(self, error: type[VerlError]) -> None:
+        """Forget the keys and values of all prompts. vLLM says no while anything still holds blocks.
+
+        Raises:
+            VerlError: of the given type: they are still there.
+        """
+        if self.engine.reset_prefix_cache() or self.engine.reset_prefix_cache(reset_running_requests=True):
+            return
+        raise error(
+            "vLLM kept keys and values of older weights: blocks of its cache are still held; leave out settings of "
+            "rollout.engine_kwargs.vllm, or set rollout.enable_prefix_caching=False"
+        )
 
     async def checksums(self, source: Mapping[str, torch.Tensor] | None = None) -> dict[str, str]:
         """Digest per weight of this rank's part; see :meth:`RolloutEngine.checksums`."""

@@ -11,7 +11,8 @@ import psutil
 import torch
 
 from verl.errors import ConfigError
-from verl.workers.rollout.settings import max_model_len
+from verl.models.shape import cached_token_bytes
+from verl.workers.rollout.settings import cache_itemsize, max_model_len, vllm_cpu_cache_bytes
 from verl.workers.rollout.vllm_adapters import MAX_RANKS
 from verl.workers.rollout.vllm_images import image_arguments
 from verl.workers.rollout.vllm_worker import EXTENSION
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 #: arguments that :func:`engine_arguments` gives for an adapter
 ADAPTER_ARGUMENTS = ("enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras", "lora_target_modules")
-
-_CPU_BLOCK = 128  # tokens in a block of vLLM's cache on CPUs
 
 
 def engine_arguments(
@@ -136,20 +135,13 @@ def _cpu_cache_bytes(
     rollout: RolloutConfig, config: Any, dtype: torch.dtype, length: int, local_world_size: int
 ) -> int:
     """Bytes for the cache of ``max_num_seqs`` sequences, at most this rank's share of the free memory."""
-    parallel = rollout.tensor_model_parallel_size
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None):  # latent attention caches one compressed vector, on every rank
-        per_token = config.kv_lora_rank + config.qk_rope_head_dim
-    else:
-        per_token = 2 * width * max(1, heads // parallel)
-    blocks = -(-length // _CPU_BLOCK)
-    per_block = per_token * config.num_hidden_layers * dtype.itemsize * _CPU_BLOCK
-    wanted = (rollout.max_num_seqs * blocks + 1) * per_block
+    itemsize = cache_itemsize(rollout, dtype)
+    token_bytes = cached_token_bytes(config, itemsize, parallel=rollout.tensor_model_parallel_size)
+    one, wanted = (vllm_cpu_cache_bytes(sequences, token_bytes, length) for sequences in (1, rollout.max_num_seqs))
     share = int(psutil.virtual_memory().available * rollout.gpu_memory_utilization / local_world_size)
-    if share < (blocks + 1) * per_block:
+    if share < one:
         raise ConfigError(
-            f"the cache of one sequence of {length} tokens needs {(blocks + 1) * per_block / 2**20:.0f} MB, this "
+            f"the cache of one sequence of {length} tokens needs {one / 2**20:.0f} MB, this "
             f"rank's share of the free memory is {share / 2**20:.0f} MB; raise actor_rollout_ref.rollout."
             "gpu_memory_utilization, or lower prompt_length, response_length or the number of ranks on this machine"
         )

@@ -17,6 +17,7 @@ from verl.errors import ConfigError, RolloutError, VerlError, WeightSyncError
 from verl.models.decoder import compile_dense_parts, decoder_layers
 from verl.models.families import must_verify, named_failures, require_agreement
 from verl.models.probe import LONGEST, ProbeRow, make_probe, plain_log_probs
+from verl.models.shape import cached_token_bytes
 from verl.models.vision import ImageTokens
 from verl.utils.device import empty_cache, get_torch_device
 from verl.utils.distributed import get_world_size
@@ -100,7 +101,8 @@ class HFRolloutEngine(RolloutEngine):
         self._row_tokens = int(rollout_config.prompt_length) + int(rollout_config.response_length)
         self._warned_of_memory = False
         self._memory_share = float(getattr(rollout_config, "gpu_memory_utilization", 0.5) or 0.5)
-        self._bytes_per_token = _cache_bytes_per_token(text_config, self.dtype)
+        bookkeeping = 8 + 4 + 8 + self.dtype.itemsize  # RowState
+        self._bytes_per_token = cached_token_bytes(config, self.dtype.itemsize) + bookkeeping
         directory = resolve_model_dir(model_config.path, use_shm=model_config.use_shm)
         eos, pad = special_tokens(model_config, directory, config, tokenizer)
         self.pad_token_id = pad
@@ -122,7 +124,7 @@ class HFRolloutEngine(RolloutEngine):
         )
         self.scheduler = Scheduler(int(rollout_config.max_num_seqs), self.cache_budget)
         self._look = False  # there may be room that was not there before
-        self.gate = Gate()
+        self.gate = Gate("hf", self.runner.vocab_size)
         self._awake: set[MemoryPart] = set(MEMORY_PARTS)
         self._version = -1
         self._next_version: int | None = None
@@ -447,15 +449,3 @@ class HFRolloutEngine(RolloutEngine):
         in_flight = self.scheduler.waiting + self.runner.running
         if in_flight:
             raise error(f"{what}: {in_flight} requests are in flight; await them or abort() them first")
-
-
-def _cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of keys and values that one token takes in all layers, from the model's configuration."""
-    if getattr(config, "kv_lora_rank", None):  # latent attention caches compressed vectors
-        per_layer = config.kv_lora_rank + config.qk_rope_head_dim
-    else:
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        per_layer = 2 * heads * width
-    bookkeeping = 8 + 4 + 8 + dtype.itemsize  # RowState
-    return int(per_layer * config.num_hidden_layers * dtype.itemsize) + bookkeeping
