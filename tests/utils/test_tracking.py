@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -17,7 +19,7 @@ import pytest
 import torch
 
 from verl.errors import ConfigError
-from verl.utils.tracking import ConsoleTracker, FileTracker, RunInfo, Tracking, console_line, dumps_json
+from verl.utils.tracking import TRACKERS, ConsoleTracker, FileTracker, RunInfo, Tracking, console_line, dumps_json
 
 STEP = {
     "critic/rewards/mean": 0.7344,
@@ -269,3 +271,180 @@ def test_tracking_does_not_import_torch() -> None:
 
     code = "import sys, verl.utils.tracking; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+class Picky:
+    """A service that takes a call whole or not at all, and refuses some names."""
+
+    hosted, divides, run_id = False, True, None
+
+    def __init__(self, refuses: set[str], *, down: bool = False) -> None:
+        self.refuses, self.down = refuses, down
+        self.taken: dict[int, dict[str, Any]] = {}
+        self.calls = 0
+
+    def log(self, data: dict[str, Any], step: int) -> None:
+        self.calls += 1
+        if self.down:
+            raise ConnectionError("refused")
+        if bad := self.refuses & data.keys():
+            raise ValueError(f"Invalid metric name: {sorted(bad)[0]!r}")
+        self.taken.setdefault(step, {}).update(data)
+
+    def finish(self) -> None:
+        """Nothing to close."""
+
+
+def with_tracker(name: str, tracker: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Tracking:
+    """A run with a tracker of its own beside the file."""
+    monkeypatch.setitem(TRACKERS._items, name, lambda info: tracker)
+    return Tracking("p", "e", [name, "file"], **settings)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text("utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("count", [2, 3, 100])
+def test_only_the_names_that_a_service_refuses_are_lost_there(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [f"a/{number}" for number in range(count)]
+    bad = {names[0], names[-1]} if count > 2 else {names[0]}
+    tracker = Picky(bad)
+    tracking = with_tracker("picky", tracker, monkeypatch, default_local_dir=tmp_path)
+    monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
+    with caplog.at_level(logging.WARNING, logger="verl"):
+        for step in (1, 2, 3):
+            tracking.log(dict.fromkeys(names, 1.0), step=step)
+    assert [tracker.taken[step].keys() & set(names) for step in (1, 2, 3)] == [set(names) - bad] * 3
+    assert tracker.calls < 40  # the second and the third step know the names
+    for name in bad:
+        assert len({id(r) for r in caplog.records if f"refuses {name!r}" in r.message}) == 1
+    rows = lines_of(tmp_path / "metrics.jsonl")
+    assert [row["data"].get("tracking/failures/picky") for row in rows] == [None, len(bad), 2 * len(bad)]
+    assert all(row["data"].keys() >= set(names) for row in rows)
+
+
+def test_a_service_that_is_down_is_not_asked_for_every_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "m.jsonl"))
+    tracker = Picky(set(), down=True)
+    tracking = with_tracker("picky", tracker, monkeypatch)
+    data = {f"a/{number}": 1.0 for number in range(200)}
+    tracking.log(data, step=1)
+    assert tracker.calls < 12
+    tracker.down = False
+    tracking.log(data, step=2)
+    assert tracker.taken[2].keys() >= data.keys()  # no name was blamed
+    assert lines_of(tmp_path / "m.jsonl")[1]["data"]["tracking/failures/picky"] == 1
+
+
+def test_a_refused_value_does_not_ban_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "m.jsonl"))
+
+    class NoNaN(Picky):
+        def log(self, data: dict[str, Any], step: int) -> None:
+            if any(value != value for value in data.values()):
+                raise ValueError("NaN is not supported")
+            super().log(data, step)
+
+    tracker = NoNaN(set())
+    tracking = with_tracker("picky", tracker, monkeypatch)
+    tracking.log({"a": float("nan"), "b": 1.0}, step=1)
+    tracking.log({"a": 2.0, "b": 1.0}, step=2)
+    assert (tracker.taken[1]["b"], "a" in tracker.taken[1], tracker.taken[2]["a"]) == (1.0, False, 2.0)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), RuntimeError("no key"), OSError("no route")])
+def test_a_tracker_that_cannot_start_is_a_configuration_error_and_others_are_closed(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+
+    class First(Picky):
+        def finish(self) -> None:
+            closed.append("first")
+
+    def start(info: RunInfo) -> Any:
+        raise error
+
+    monkeypatch.setitem(TRACKERS._items, "first", lambda info: First(set()))
+    monkeypatch.setitem(TRACKERS._items, "second", start)
+    with pytest.raises(ConfigError, match="'second', which does not start"):
+        Tracking("p", "e", ["first", "second"])
+    assert closed == ["first"]
+
+
+def test_names_and_values_of_any_kind_reach_the_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "m.jsonl"))
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+
+    class Broken:
+        def tolist(self) -> None:
+            raise RuntimeError("no")
+
+    tracking = Tracking(
+        "p\ud83d", "e", ["tensorboard", "file"], {"\udc80": "\ud83d", "o": object()}, default_local_dir=tmp_path
+    )
+    data = {
+        "val\ud83d": 1.0,
+        "val" + chr(0xD83E): 2.0,
+        "huge": 10**400,
+        "none": None,
+        "broken": Broken(),
+        3: np.int64(4),
+    }
+    tracking.log(data, step=1)  # type: ignore[arg-type]
+    tracking.log({"a": 1.0}, step=2)
+    tracking.log_samples([{"x": 1}, {"y": "\ud83d", "x": np.float32(0.5)}, {"z": [1, float("nan")]}], step=2)
+    tracking.finish()
+    first, second = lines_of(tmp_path / "m.jsonl")
+    lost = {"tracking/failures": 1, "tracking/failures/metrics": 1}
+    assert first["data"] == lost | {"val\ufffd": 1.0, "val\ufffd (2)": 2.0, "huge": 10**400, "none": None, "3": 4}
+    assert second["data"]["tracking/failures/metrics"] == 1
+    (samples,) = lines_of(tmp_path / "m.samples.jsonl")
+    assert samples["samples"][0] == {"x": 1, "y": None, "z": None}
+    assert samples["samples"][1]["y"] == "\ufffd"
+    assert samples["samples"][2]["z"] == '[1, "NaN"]'
+
+
+def test_a_line_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed process may leave half a line, and a full disk takes half of one."""
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1, "data": {"a"')
+    tracker = FileTracker(path)
+    tracker.log({"a": 1}, 2)
+    assert path.read_text().splitlines()[1:] == ['{"step": 2, "data": {"a": 1}}']
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_the_console_keeps_its_lines_in_every_encoding(encoding: str) -> None:
+    raw = io.BytesIO()
+    tracker = ConsoleTracker(RunInfo("p", "e", total_steps=10), stream=io.TextIOWrapper(raw, encoding=encoding))
+    tracker.log(STEP, 1)
+    tracker.log({"val-core/数学/acc/mean@1": 0.25}, 1)
+    tracker.log_samples([{"output": "π\x1b[2J\ud83d"}], 1)
+    text = raw.getvalue().decode(encoding)
+    assert "step  1/10" in text
+    assert "reward 0.734" in text
+    assert "acc/mean@1 0.250" in text
+    assert "\x1b[2J" not in text
+    assert text.count("\n") == 4
+
+
+def test_a_pipe_without_a_reader_is_the_consoles_loss_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rich ends the process there."""
+
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "m.jsonl"))
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = open(writer, "w", encoding="utf-8")  # noqa: SIM115 - cannot be closed without an error
+    monkeypatch.setattr(sys, "stdout", stream)
+    tracking = Tracking("p", "e", ["console", "file"])
+    for step in (1, 2, 3):
+        tracking.log(STEP, step=step)
+    monkeypatch.undo()
+    rows = lines_of(tmp_path / "m.jsonl")
+    assert [row["data"].get("tracking/failures/console") for row in rows] == [None, 1, 2]
+    with contextlib.suppress(OSError):
+        stream.close()
