@@ -231,8 +231,8 @@ def test_arrays_of_user_classes_are_read_as_lists() -> None:
     message = {"role": "user", "content": "q", "tool_calls": None}
     assert forms.prompt(np.array([message], dtype=object)) == [{"role": "user", "content": "q"}]
     assert forms.texts(np.array(["a", "b"])) == ["a", "b"]
-    assert forms.mapping([("a", 1), ("b", {"c": None})]) == {"a": 1, "b": {}}
-    assert forms.tools(np.array(['{"name": "add"}', {"name": "sub", "x": None}], dtype=object)) == [
+    assert forms.mapping([("a", 1), ("b", {"c": None})]) == {"a": 1, "b": {"c": None}}
+    assert forms.tools(np.array(['{"name": "add"}', {"name": "sub"}], dtype=object)) == [
         {"name": "add"},
         {"name": "sub"},
     ]

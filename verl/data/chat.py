@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.data.values import without_nulls
 from verl.errors import DataError
 
 if TYPE_CHECKING:
@@ -20,8 +19,8 @@ Message = dict[str, Any]
 def as_messages(value: Any, *, parts: bool = False) -> list[Message]:
     """Check a conversation and return it as plain dictionaries.
 
-    Keys that are ``None`` are dropped at every depth: Parquet gives all mappings of a column the keys of all of them,
-    and a template would see ``tool_calls: None`` as present. JSON text of ``tool_calls`` is read.
+    Keys of messages that are ``None`` are dropped: a template would see ``tool_calls: None`` as present. What is nested
+    deeper has lost its nulls where the file was read (:mod:`verl.data.values`). JSON text of ``tool_calls`` is read.
 
     Args:
         value: the conversation.
@@ -38,7 +37,7 @@ def as_messages(value: Any, *, parts: bool = False) -> list[Message]:
     for number, item in enumerate(value):
         if not isinstance(item, Mapping):
             raise DataError(f"message {number} is {_short(item)}; expected a mapping with 'role' and 'content'")
-        message = without_nulls(item)
+        message = {key: entry for key, entry in item.items() if entry is not None}
         if not isinstance(message.get("role"), str):
             raise DataError(f"message {number} has role {_short(message.get('role'))}; expected a string")
         if isinstance(message.get("tool_calls"), str):

@@ -30,6 +30,8 @@ class DataFile(ABC):
 
     path: str
     columns: tuple[str, ...]
+    #: whether some row may have text that is no valid Unicode
+    doubtful = False
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -156,6 +158,7 @@ class JSONFile(DataFile):
             self._add_array(content)
         else:
             self._add_lines(content)
+        self.doubtful = bool(self._escaped)
         # dict.fromkeys keeps the order of first appearance, which reads better in messages than a sorted set
         self.columns = tuple(dict.fromkeys(key for row in self._rows for key in row))
 
@@ -236,6 +239,7 @@ class Rows:
                     raise DataError(
                         f"{file.path} has no column {column!r}; it has {', '.join(map(repr, file.columns)) or 'none'}"
                     )
+        self._doubtful = any(file.doubtful for file in self.files)
         self._ends: list[int] = []
         total = 0
         for file in self.files:
@@ -297,6 +301,8 @@ class Rows:
 
     def may_have_invalid_text(self, index: int) -> bool:
         """Whether a row's text has to be looked at for parts that are no valid Unicode."""
+        if not self._doubtful:
+            return False
         file, local = self._locate(index)
         return file.may_have_invalid_text(local)
 

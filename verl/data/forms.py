@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from verl.data.chat import Message, as_messages
-from verl.data.values import without_nulls
 from verl.errors import DataError
 
 #: entries of ``extra_info`` that are mappings themselves
 NESTED = ("tools_kwargs", "interaction_kwargs")
 
+_NAMES = (str, int, np.integer)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -64,15 +64,13 @@ def mapping(value: Any) -> dict[str, Any]:
     """A mapping; JSON text of one and a list of pairs, which is how an Arrow map is read, are mappings too."""
     if isinstance(value, str):
         value = from_json(value, "a mapping")
-    elif isinstance(value, Mapping):
-        return without_nulls(value)
+    if isinstance(value, Mapping):
+        return dict(value)
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, list) and value and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
-        return without_nulls(dict(value))
-    if not isinstance(value, Mapping):
-        raise DataError(f"is {short(value)}; expected a mapping, or JSON text of one")
-    return dict(value)
+        return dict(value)
+    raise DataError(f"is {short(value)}; expected a mapping, or JSON text of one")
 
 
 def optional_mapping(value: Any) -> dict[str, Any] | None:
@@ -112,7 +110,7 @@ def _tool_arguments(name: str, value: Any) -> Any:
 
 def source(value: Any) -> Any:
     """What names the data source: text, or a number; None is for the reward function to judge."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, str | int | np.integer)):
+    if value is not None and type(value) is not str and (type(value) is bool or not isinstance(value, _NAMES)):
         raise DataError(f"is {short(value)}; expected the name of a data source, which selects the scorer")
     return value
 
