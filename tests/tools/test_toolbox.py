@@ -114,7 +114,7 @@ def take(what: str, other: int = 0) -> Any:
         ("binary", "not_text", "Error: the answer is 2000 bytes of binary data, not text"),
         ("image", "not_text", "Error: the answer has images, and only text can be shown"),
         ("surrogate", None, "a?bc"),
-        ("object", None, '"{1, 2}"'),
+        ("object", None, "[1, 2]"),
     ],
 )
 def test_each_misbehaviour_ends_in_an_answer(what: str, failure: str | None, text: str) -> None:
