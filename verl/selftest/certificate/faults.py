@@ -25,9 +25,10 @@ from verl.data import chat
 from verl.errors import ConfigError
 from verl.models import attention, families, heads, loading, packing
 from verl.selftest import planted
+from verl.utils import tokenizer
 from verl.workers.engine import fsdp, state
 from verl.workers.engine.fsdp import FSDPEngine
-from verl.workers.rollout import batch
+from verl.workers.rollout import batch, settings
 from verl.workers.rollout.base import Completion
 from verl.workers.rollout.hf import engine as hf_engine
 from verl.workers.rollout.hf import sampler, weights
@@ -113,6 +114,12 @@ def _pad_gradient(stack: ExitStack) -> None:
     _after_build(stack, change)
 
 
+def _without_text(stack: ExitStack) -> None:
+    """Tokens that the tokenizer does not have are sampled, and share the probability in training."""
+    _patch_function(stack, tokenizer.unsampled_tokens, lambda *_: ())
+    _patch_function(stack, settings.unsampled_of, lambda *_: ())
+
+
 def _dropout(stack: ExitStack) -> None:
     """Attention drops a tenth of its weights in training passes."""
 
@@ -122,6 +129,7 @@ def _dropout(stack: ExitStack) -> None:
                 module.attention_dropout = 0.1  # type: ignore[assignment]
 
     _after_build(stack, change)
+    _patch(stack, fsdp, "set_training", lambda module, *, noise: module.train())
 
 
 def _row_leak(stack: ExitStack) -> None:
@@ -202,10 +210,10 @@ def _sampled(stack: ExitStack, change: Callable[[Tensor, sampler.SamplingBatch, 
     real = sampler._sample
 
     def sample(
-        logits: Tensor, settings: sampler.SamplingBatch, uniform: Tensor, seen: Tensor | None
+        logits: Tensor, options: sampler.SamplingBatch, uniform: Tensor, seen: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        chosen, log_probs = real(logits, settings, uniform, seen)
-        return chosen, change(logits, settings, chosen, log_probs)
+        chosen, log_probs = real(logits, options, uniform, seen)
+        return chosen, change(logits, options, chosen, log_probs)
 
     _patch(stack, sampler, "_sample", sample)
 
@@ -213,8 +221,8 @@ def _sampled(stack: ExitStack, change: Callable[[Tensor, sampler.SamplingBatch, 
 def _raw_log_probs(stack: ExitStack) -> None:
     """Log-probs of sampled tokens are those before top-k and top-p."""
 
-    def raw(logits: Tensor, settings: sampler.SamplingBatch, chosen: Tensor, log_probs: Tensor) -> Tensor:
-        scaled = logits.float() if settings.temperature is None else logits.float() / settings.temperature
+    def raw(logits: Tensor, options: sampler.SamplingBatch, chosen: Tensor, log_probs: Tensor) -> Tensor:
+        scaled = logits.float() if options.temperature is None else logits.float() / options.temperature
         return scaled.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
 
     _sampled(stack, raw)
@@ -222,7 +230,7 @@ def _raw_log_probs(stack: ExitStack) -> None:
 
 def _rounded_log_probs(stack: ExitStack) -> None:
     """Log-probs of sampled tokens are rounded to bfloat16."""
-    _sampled(stack, lambda logits, settings, chosen, log_probs: log_probs.bfloat16().float())
+    _sampled(stack, lambda logits, options, chosen, log_probs: log_probs.bfloat16().float())
 
 
 def _stop_dropped(stack: ExitStack) -> None:
@@ -357,9 +365,9 @@ def _template_lost(stack: ExitStack) -> None:
             file.unlink()
         config = target / "tokenizer_config.json"
         if config.is_file():
-            settings = json.loads(config.read_text("utf-8"))
-            settings.pop("chat_template", None)
-            config.write_text(json.dumps(settings), "utf-8")
+            stored = json.loads(config.read_text("utf-8"))
+            stored.pop("chat_template", None)
+            config.write_text(json.dumps(stored), "utf-8")
 
     _patch_function(stack, real, copy)
 
@@ -369,6 +377,7 @@ FAULTS: dict[str, Fault] = {
     "sparse-indexer": Fault(_sparse_indexer, "log-probs"),
     "pad-gradient": Fault(_pad_gradient, "pad token"),
     "dropout": Fault(_dropout, "noise"),
+    "tokens-without-text": Fault(_without_text, "vocabulary"),
     "row-leak": Fault(_row_leak, "log-probs"),
     "position-ids": Fault(_positions, "log-probs"),
     "window-ignored": Fault(_window, "log-probs"),
