@@ -449,7 +449,7 @@ class ActorRolloutRefWorker(RoleWorker):
         """Measured bytes of this rank, see :meth:`memory_of`; the cache as it was while generating."""
         report = self.memory_of(actor=self.actor, ref=None if self.ref is self.actor else self.ref)
         if "rollout" in self.parts:
-            by_share = self.config.rollout.name != "hf" and self.device.type != "cpu"
+            by_share = self.config.rollout.name != "hf" and torch.device(self.device).type != "cpu"
             report["rollout kv cache" + RESERVED * by_share] = self.cache_bytes
             report["rollout rollout weights"] = self.rollout.memory().owned_weights
         return report
