@@ -153,8 +153,8 @@ test-fast: $(STAMPS)/dev ## unit tests only: no process groups, no whole trainin
 	@$(PYTEST) -m "not slow and not dist and not e2e" $(TESTS)
 
 .PHONY: chaos
-chaos: $(STAMPS)/dev ## training runs killed again and again at random moments must end like one left alone (about half an hour)
-	@$(BIN)/python -m pytest -q -m "" tests/e2e/test_kill_anywhere.py
+chaos: $(STAMPS)/dev ## runs of every program killed again and again at random moments must end like one left alone (about an hour)
+	@$(BIN)/python -m pytest -q -m "" tests/e2e/test_kill_anywhere.py tests/e2e/test_kill_everything.py
 
 MEGATRON_TESTS := $(wildcard tests/*/test_megatron*.py tests/*/*/test_megatron*.py)
 

@@ -11,12 +11,22 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from verl.utils.owned import Owner, owner_of
+
 #: titles, after ``ray::``, of processes that belong to Ray itself; without its agents a node is gone
 RAYS_OWN = ("IDLE", "SPILL", "RESTORE", "DELETE", "DashboardAgent", "RuntimeEnvAgent")
+#: kind of process -> what its command line contains
+VICTIMS = {
+    "worker": "ray::ActorRolloutRefWorker",
+    "server": "ray::RolloutServer",
+    "agent": "ray::AgentLoopWorker",
+    "raylet": "raylet/raylet",
+    "gcs": "gcs/gcs_server",
+}
 TAG = "VERL_TEST_RUN"  # in the environment of every process of a run, Ray's included
 
 
@@ -26,24 +36,40 @@ class RunningTrainer:
     Args:
         overrides: of the command.
         directory: of the run; the log and the metrics go there.
+        program: word after ``verl``.
+        environment: more variables.
     """
 
-    def __init__(self, overrides: list[str], directory: Path) -> None:
+    def __init__(
+        self,
+        overrides: list[str],
+        directory: Path,
+        *,
+        program: str = "train",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.tag = uuid.uuid4().hex
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-        environment = {
+        variables = {
             **os.environ,
+            **(environment or {}),
             TAG: self.tag,
             "VERL_FILE_LOGGER_PATH": str(directory / "metrics.jsonl"),
             "OMP_NUM_THREADS": "1",
         }
-        environment.pop("RAY_ADDRESS", None)
-        own = [f"trainer.default_local_dir={directory}/checkpoints", f"trainer.rollout_data_dir={directory}/samples"]
+        variables.pop("RAY_ADDRESS", None)
+        own = {
+            "train": [
+                f"trainer.default_local_dir={directory}/checkpoints",
+                f"trainer.rollout_data_dir={directory}/samples",
+            ],
+            "generate": [f"data.output_path={directory}/answers.jsonl"],
+        }.get(program, [f"trainer.default_local_dir={directory}/checkpoints"])
         self.log = (directory / "log.txt").open("ab")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "verl.trainer.main_ppo", *overrides, *own],
-            env=environment,
+            [sys.executable, "-m", "verl.cli", program, *overrides, *own],
+            env=variables,
             stdout=self.log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -78,6 +104,12 @@ class RunningTrainer:
         titles = ((pid, command.removeprefix("ray::")) for pid, command in self.processes() if command[:5] == "ray::")
         return [pid for pid, title in titles if not title.startswith(RAYS_OWN)]
 
+    def victims(self, kind: str) -> list[int]:
+        """Pids of the processes of a kind, see :data:`VICTIMS`."""
+        if kind == "controller":
+            return [self.process.pid]
+        return [pid for pid, command in self.processes() if VICTIMS[kind] in command.split(" --", 1)[0]]
+
     def wait_until(self, condition: Callable[[], object], timeout_s: float = 180.0) -> bool:
         """Whether the condition came true while the command ran."""
         deadline = time.monotonic() + timeout_s
@@ -96,6 +128,23 @@ class RunningTrainer:
     def text(self) -> str:
         """What the command has written."""
         return (self.directory / "log.txt").read_text(errors="replace")
+
+
+def left_behind(run: RunningTrainer, folder: Path, patience_s: float = 60.0) -> list[str]:
+    """What is left of a run that has ended, after a time in which the rest of it may end.
+
+    Args:
+        run: that has ended.
+        folder: its temporary folder, which was empty.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        left = [f"process {pid}: {command[:80]}" for pid, command in run.processes()]
+        left += [str(path) for path in folder.iterdir()]
+        left += [str(path) for path in Path("/dev/shm").glob("verl-*") if (owner_of(path) or Owner.current()).is_gone()]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.2)
 
 
 def steps_logged(directory: Path) -> int:

@@ -61,7 +61,7 @@ def test_a_start_that_took_too_long_is_tried_once_more(
 def test_what_ray_raises_becomes_one_line_and_leaves_no_folder(
     monkeypatch: pytest.MonkeyPatch, error: BaseException, kind: type[Exception], text: str
 ) -> None:
-    calls = failing(monkeypatch, error, Exception("shut down"), error)
+    calls = failing(monkeypatch, *[error] * 9)
     with pytest.raises(kind, match=text):
         start_ray()
     assert not Path(calls[0]["_temp_dir"]).exists()

@@ -54,19 +54,27 @@ def forget_recorded(directory: Path) -> None:
         note.unlink()
 
 
-def verify_checksums(root: Path) -> None:
-    """Compare the files below ``root`` with :data:`CHECKSUM_FILE`; without one there is nothing to compare.
+def verify_checksums(root: Path, *, leave_out: Collection[str] = ()) -> None:
+    """Compare the files below ``root`` with :data:`CHECKSUM_FILE`, which must name all but those in ``leave_out``.
 
     Raises:
-        CheckpointError: a file is missing, cannot be read or has changed; names all of them.
+        CheckpointError: a file is missing, cannot be read, has changed or is not named; or there are no checksums.
     """
     path = root / CHECKSUM_FILE
-    if not path.is_file():
-        return
     try:
         expected = _parse(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(
+            f"{path} cannot be read, so that nothing tells whether the checkpoint is whole: {error}. Copy the "
+            "checkpoint again, or use it unchecked with trainer.verify_checkpoint=False"
+        ) from error
+    unnamed = sorted(set(_files(root)) - expected.keys() - {CHECKSUM_FILE, *leave_out})
+    if unnamed:
+        raise CheckpointError(
+            f"checkpoint {str(root)!r} is damaged, or files were added: {CHECKSUM_FILE} does not name "
+            f"{', '.join(unnamed[:3])}{f' and {len(unnamed) - 3} more' if len(unnamed) > 3 else ''}; copy it again, "
+            "remove what was added, or use it unchecked with trainer.verify_checkpoint=False"
+        )
 
     def check(name: str) -> str | None:
         try:

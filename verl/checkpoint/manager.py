@@ -334,7 +334,7 @@ class CheckpointManager:
         if missing := _what_is_missing(path):
             raise CheckpointError(f"checkpoint {str(path)!r} is incomplete: {missing}")
         if self.verify and path not in self._verified:
-            verify_checksums(path)
+            verify_checksums(path, leave_out=[MARKER_FILE])
             self._verified.add(path)
 
     def _given(self, resume_from_path: str | Path | None) -> Path:
@@ -461,19 +461,43 @@ def is_complete(path: Path) -> bool:
 
 
 def _what_is_missing(path: Path) -> str:
-    marker = _marker(path)
-    if not marker:
-        return f"it has no readable {MARKER_FILE}, which a finished save writes last"
-    missing = [part for part in marker.get("parts", []) if not (path / part).exists()]
+    """Why a step directory is not complete; empty if it is."""
+    try:
+        marker = _read_marker(path)
+    except CheckpointError as error:
+        return str(error)
+    missing = [part for part in marker.get("parts", []) if not (path / part).is_dir()]
     return f"it lacks {', '.join(missing)}" if missing else ""
 
 
-def _marker(path: Path) -> dict[str, Any]:
+def _read_marker(path: Path) -> dict[str, Any]:
+    """The marker of a step directory.
+
+    Raises:
+        CheckpointError: it is not there, or not what a save writes; the message is a part of a sentence.
+    """
     try:
         marker = json.loads((path / MARKER_FILE).read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
+        raise CheckpointError(f"it has no readable {MARKER_FILE}, which a finished save writes last") from None
+    if not isinstance(marker, dict):
+        raise CheckpointError(f"its {MARKER_FILE} holds a {type(marker).__name__} instead of an object")
+    parts, step, score = marker.get("parts", []), marker.get("step"), marker.get("score")
+    if not isinstance(parts, list) or not all(isinstance(p, str) and p and Path(p).name == p for p in parts):
+        raise CheckpointError(f"its {MARKER_FILE} has parts={parts!r} instead of a list of names")
+    if step is not None and (isinstance(step, bool) or step != step_of(path)):
+        raise CheckpointError(f"its {MARKER_FILE} is of step {step!r}")
+    if score is not None and (isinstance(score, bool) or not isinstance(score, int | float)):
+        raise CheckpointError(f"its {MARKER_FILE} has score={score!r} instead of a number")
+    return marker
+
+
+def _marker(path: Path) -> dict[str, Any]:
+    """The marker of a step directory, empty where it cannot be used."""
+    try:
+        return _read_marker(path)
+    except CheckpointError:
         return {}
-    return marker if isinstance(marker, dict) else {}
 
 
 def _is_running(entry: Path, host: str, pid: int) -> bool:

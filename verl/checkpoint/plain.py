@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 
 from verl.errors import CheckpointError
-from verl.utils.plain_pickle import PlainUnpickler
+from verl.utils.plain_pickle import PlainUnpickler, describe_damage
 
 _DESCRIPTION = ".metadata"
 _KNOWN = frozenset(
@@ -87,15 +87,19 @@ def check_plain(directory: Path) -> None:
             with torch.serialization.safe_globals([io.BytesIO]):
                 torch.load(io.BytesIO(content), weights_only=True)
         except (pickle.UnpicklingError, RuntimeError) as error:
-            raise CheckpointError(f"{file}: the entry {index.fqn!r} is no plain data: {error}") from error
+            raise CheckpointError(
+                f"{file}: the entry {index.fqn!r} is no plain data: {describe_damage(error)}"
+            ) from error
 
 
 def _read(path: Path) -> Metadata:
     try:
         with path.open("rb") as stream:
             metadata = PlainUnpickler(stream, _KNOWN).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{path} is damaged or no description of a checkpoint: {error}") from error
+    except Exception as error:  # pickle raises whatever the bytes lead it to
+        raise CheckpointError(
+            f"{path} is damaged or no description of a checkpoint: {describe_damage(error)}"
+        ) from error
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{path} holds a {type(metadata).__name__} and no description of a checkpoint")
     return metadata

@@ -95,7 +95,7 @@ class TaskRunner:
         """Inputs first, then workers, then the trainer."""
         from verl.algorithms.kl import get_kl_controller
         from verl.checkpoint.manager import CheckpointManager
-        from verl.checkpoint.state import TRAINER_STATE, load_state
+        from verl.checkpoint.state import load_trainer_state
         from verl.data import has_images
         from verl.models.loading import import_external_lib
         from verl.rewards import load_reward_manager
@@ -138,7 +138,7 @@ class TaskRunner:
         # a resume path that does not exist, or is another experiment's, is told now, not after the models are loaded
         resumed = self.open_run(checkpoints, train_loader, val_loader)
         if resumed is not None and resumed.parent == checkpoints.root:  # from elsewhere it is a run of its own
-            self.run_ids = load_state(resumed / TRAINER_STATE).get("tracker", {})
+            self.run_ids = load_trainer_state(resumed).get("tracker", {})
         tracker = self.build_tracker(total_steps)
         self._at_end.callback(tracker.finish)
 

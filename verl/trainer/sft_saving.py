@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from verl.checkpoint.failure import report_failure, score_of
 from verl.checkpoint.manager import CheckpointManager, StagedCheckpoint
-from verl.checkpoint.state import DATALOADER_STATE, TRAINER_STATE, load_state, save_state
+from verl.checkpoint.state import DATALOADER_STATE, TRAINER_STATE, load_data_state, load_trainer_state, save_state
 from verl.errors import CheckpointError, VerlError
 from verl.utils.background import BackgroundTask
 from verl.utils.distributed import get_world_size
@@ -187,7 +187,7 @@ class SFTSaver:
             return None
         self._newest = path = Path(name)
         self.restore(path)
-        return path, load_state(path / TRAINER_STATE), load_state(path / DATALOADER_STATE)
+        return path, load_trainer_state(path), load_data_state(path)
 
     def restore(self, path: Path) -> None:
         """Put the model and the optimizer back."""

@@ -19,7 +19,7 @@ from verl.checkpoint.failure import describe_state, require_final
 from verl.checkpoint.final_model import EXPORT_DIR, is_exported, provenance
 from verl.checkpoint.manager import CheckpointManager, step_of
 from verl.checkpoint.nonfinite import NonfiniteUpdates
-from verl.checkpoint.state import TRAINER_STATE, load_state
+from verl.checkpoint.state import DATALOADER_STATE, load_trainer_state, restoring
 from verl.data import has_images
 from verl.data.loader import ResumableDataLoader, create_dataloader
 from verl.data.sft_dataset import SFTCollator, SFTDataset, check_examples, create_examples
@@ -240,7 +240,8 @@ class SFTTrainer:
         if found is None:
             return
         path, state, data_state = found
-        self.train_loader.load_state_dict(data_state)
+        with restoring(path / DATALOADER_STATE):
+            self.train_loader.load_state_dict(data_state)
         self.step = state["step"]
         self.validation_due = bool(state.get("validation_due"))
         logger.info("resuming from %s", path)
@@ -389,7 +390,7 @@ def _open(
     found = open_run(config, config.trainer, checkpoints, datasets)
     if found is None or found.parent != checkpoints.root:
         return {}
-    return load_state(found / TRAINER_STATE).get("tracker", {})
+    return load_trainer_state(found).get("tracker", {})
 
 
 def _tracker(config: FineTuningConfig, total_steps: int, run_ids: dict[str, str]) -> Tracking:

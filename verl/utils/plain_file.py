@@ -6,7 +6,6 @@ things that a batch has into these, so that :func:`decode` gives back what was w
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from verl.errors import DataError
 from verl.utils.fs import atomic_open
+from verl.utils.plain_pickle import describe_damage
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 #: what follows the tag in an encoded value is a list of encoded values
@@ -45,8 +45,10 @@ def load(path: Path, kind: str) -> dict[str, Any]:
     """
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise DataError(f"{path} is damaged, or holds more than tensors and plain values: {error}") from error
+    except Exception as error:  # torch and pickle raise whatever the bytes lead them to
+        raise DataError(
+            f"{path} is damaged, or holds more than tensors and plain values: {describe_damage(error)}"
+        ) from error
     found, content = (stored.get("kind"), stored.get("content")) if isinstance(stored, dict) else (None, None)
     if found != kind or not isinstance(content, dict):
         raise DataError(f"{path} holds {found or f'a {type(stored).__name__}'}, expected a {kind}")

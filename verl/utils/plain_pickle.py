@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Collection
 from typing import IO, Any
 
@@ -33,6 +34,20 @@ class PlainUnpickler(pickle.Unpickler):
         if f"{module}.{name}" not in self._known:
             raise pickle.UnpicklingError(f"it refers to {module}.{name}, which has no place in such data")
         return super().find_class(module, name)
+
+
+def describe_damage(error: BaseException) -> str:
+    """What is wrong with a file that was read as data, in one sentence and without the advice to read it otherwise."""
+    text = str(error)
+    if named := re.search(r"(?:GLOBAL|global:?) (?:GLOBAL )?([\w.]+\.[\w.]+)", text):
+        return f"it refers to {named[1]}, which has no place in such a file"
+    if isinstance(error, OSError):
+        return text
+    if isinstance(error, EOFError) or not text:
+        return "it is empty or ends too early"
+    if isinstance(error, pickle.UnpicklingError | RuntimeError) and ("weights_only" in text or "Reader" in text):
+        return "it is damaged, or no file that torch.save wrote"
+    return text.splitlines()[0]
 
 
 def loads(data: bytes, known: Collection[str]) -> Any:

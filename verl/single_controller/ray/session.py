@@ -32,6 +32,7 @@ _SOCKET_LIMIT = 107
 #: what Ray appends to its folder for its longest socket
 _SOCKET = "/verl-ray-xxx/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"
 _LEAST_STORE = 80 << 20
+_ATTEMPTS = 3
 
 
 @contextlib.contextmanager
@@ -127,15 +128,16 @@ def _start_own(settings: Mapping[str, Any]) -> Path | None:
     arguments = {**settings, "address": "local", **({} if folder is None else {"_temp_dir": str(folder)})}
     started = time.monotonic()
     try:
-        try:
-            ray.init(**arguments)
-        except Exception as error:  # Ray raises a plain Exception there
-            if "timed out during startup" not in str(error):
-                raise
-            # Ray waits half a minute for its processes, which is too short on a machine that is busy
-            logger.warning("Ray did not come up in time; trying once more")
-            ray.shutdown()
-            ray.init(**arguments)
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            try:
+                ray.init(**arguments)
+                break
+            except Exception as error:  # Ray raises a plain Exception there
+                if "timed out during startup" not in str(error) or not attempts_left:
+                    raise
+                # Ray waits half a minute for its processes, which is too short on a machine that is busy
+                logger.warning("Ray did not come up in time; trying once more")
+                ray.shutdown()
     except BaseException as error:
         with _quiet():
             ray.shutdown()

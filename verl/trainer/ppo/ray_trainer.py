@@ -20,6 +20,7 @@ from verl.checkpoint.failure import require_final
 from verl.checkpoint.final_model import EXPORT_DIR, is_exported, provenance
 from verl.checkpoint.manager import CheckpointManager, step_of
 from verl.checkpoint.nonfinite import NonfiniteUpdates
+from verl.checkpoint.state import DATALOADER_STATE, TRAINER_STATE, restoring
 from verl.config import PPOConfig
 from verl.errors import CheckpointError, RewardError
 from verl.protocol import DataProto
@@ -490,6 +491,15 @@ class RayPPOTrainer:
         state, data_state = self.saver.load(directory)
         self.step = state["step"]
         self.validation_due = bool(state.get("validation_due"))
+        with restoring(directory / TRAINER_STATE):
+            self.restore_state(directory, state)
+        with restoring(directory / DATALOADER_STATE):
+            self.source.load_state_dict(data_state)
+        if self.config.trainer.del_local_ckpt_after_load:
+            self.saver.manager.delete(directory)
+
+    def restore_state(self, directory: Path, state: dict[str, Any]) -> None:
+        """Put back what :meth:`state` gave of this process."""
         self.kl_ctrl.load_state_dict(state["kl_ctrl"])
         if self.estimator_state is not None:
             if "estimator" not in state:
@@ -498,10 +508,7 @@ class RayPPOTrainer:
                     "resume with the estimator that it was made with, or start anew with trainer.resume_mode=disable"
                 )
             self.estimator_state.load_state_dict(state["estimator"])
-        self.source.load_state_dict(data_state)
         set_plain_rng_state(state["rng"])  # of this process, where reward functions may draw
-        if self.config.trainer.del_local_ckpt_after_load:
-            self.saver.manager.delete(directory)
 
     def _saved_groups(self) -> dict[str, WorkerGroup]:
         groups = {"actor": self.actor_rollout, "critic": self.critic, "reward_model": self.process_reward}

@@ -12,7 +12,7 @@ from typing import Any
 
 from verl.checkpoint.failure import report_failure, score_of
 from verl.checkpoint.manager import CheckpointManager, StagedCheckpoint
-from verl.checkpoint.state import DATALOADER_STATE, TRAINER_STATE, load_state, save_state
+from verl.checkpoint.state import DATALOADER_STATE, TRAINER_STATE, load_data_state, load_trainer_state, save_state
 from verl.config import TrainerConfig
 from verl.errors import CheckpointError, WorkerError
 from verl.single_controller.base import WorkerGroup
@@ -170,7 +170,7 @@ class RunSaver:
         """Restore every role; returns the controller's state and the place in the data."""
         logger.info("resuming from %s", directory)
         self._loaded = directory
-        state, data_state = load_state(directory / TRAINER_STATE), load_state(directory / DATALOADER_STATE)
+        state, data_state = load_trainer_state(directory), load_data_state(directory)
         self.restore(directory)
         return state, data_state
 

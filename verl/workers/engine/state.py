@@ -38,6 +38,7 @@ from verl.models.lora import LoraSettings, is_adapter_name, save_adapter
 from verl.utils.background import BackgroundTask
 from verl.utils.fs import format_bytes, free_bytes
 from verl.utils.json_text import dumps_json
+from verl.utils.plain_pickle import describe_damage
 from verl.utils.seeding import plain_rng_state, set_plain_rng_state
 from verl.workers.engine.sharding import whole_tensor
 
@@ -364,7 +365,11 @@ def read_extra(engine: FSDPEngine | MegatronEngine, path: Path, marker: dict[str
         counters = json.loads((path / "extra" / "counters.json").read_text())
         engine.step, engine.lr_step = int(counters["step"]), int(counters["lr_step"])
         if marker["world_size"] == world:
-            set_plain_rng_state(torch.load(path / "extra" / f"rng_rank_{rank}.pt", weights_only=True))
+            file = path / "extra" / f"rng_rank_{rank}.pt"
+            try:
+                set_plain_rng_state(torch.load(file, weights_only=True))
+            except Exception as error:  # torch and pickle raise whatever the bytes lead them to
+                raise CheckpointError(f"{file} cannot be read: {describe_damage(error)}") from error
         else:
             logger.info("%s: random states of %d ranks do not fit %d", path, marker["world_size"], world)
 
@@ -389,8 +394,13 @@ def read_marker(path: Path) -> dict[str, Any]:
             f"{path} has no readable {MARKER} ({error}): the checkpoint was not finished or is not one of this engine; "
             "choose another"
         ) from error
+    if not isinstance(marker, dict):
+        raise CheckpointError(f"{path / MARKER} holds a {type(marker).__name__} instead of an object; choose another")
     if marker.get("format") != FORMAT_VERSION:
         raise CheckpointError(f"{path} has format {marker.get('format')!r}; this version reads {FORMAT_VERSION}")
+    kinds: dict[str, type] = {"engine": str, "head": str, "contents": list, "world_size": int}
+    if wrong := [name for name, kind in kinds.items() if not isinstance(marker.get(name), kind)]:
+        raise CheckpointError(f"{path / MARKER} is damaged: it has no proper {', '.join(wrong)}; choose another")
     return marker
 
 
@@ -508,7 +518,8 @@ def on_all_ranks(world: int, what: str, action: Callable[[], None], group: dist.
         action()
     except Exception as error:  # noqa: BLE001 - told to all ranks and raised again below
         cause = error
-        problem = str(error) if isinstance(error, CheckpointError) else f"cannot {what}: {error}"
+        reason = describe_damage(error) if type(error).__module__ != "builtins" else f"{type(error).__name__}: {error}"
+        problem = str(error) if isinstance(error, CheckpointError) else f"cannot {what}: {reason}"
     if world > 1:
         problems: list[str | None] = [None] * world
         dist.all_gather_object(problems, problem, group)
