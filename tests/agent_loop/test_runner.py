@@ -264,6 +264,9 @@ def test_fields_that_cannot_be_placed_are_refused() -> None:
         expand_extra(batch_of(trajectory([1, 2, 3], [1, 0, 1], extra_fields={"turn_scores": [1, 2, 3]})))
     with pytest.raises(DataError, match="extra field 'uid', which the batch has already"):
         expand_extra(batch_of(trajectory([1], [1], extra_fields={"uid": "x"})))
+    for later in ("advantages", "score_outcome", "reward_acc"):  # fields that the batch gets in a later stage
+        with pytest.raises(DataError, match=f"{later!r}, which the batch has already or will have"):
+            expand_extra(batch_of(trajectory([1], [1], extra_fields={later: "x"})))
     with pytest.raises(RolloutError, match="2 response_ids, 1 entries"):
         AgentLoopOutput([1], [2, 3], [1], [0.0])
     with pytest.raises(DataError, match="a prompt of 4 tokens, more than data.max_prompt_length=3"):

@@ -17,6 +17,7 @@ from verl.config.preference import PreferenceDataConfig
 from verl.data import RLHFDataset
 from verl.data.preference_dataset import PreferenceDataset
 from verl.data.sft_dataset import MultiTurnSFTDataset, SFTDataset, conversation_tokens
+from verl.workers.roles import RewardModelWorker
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|observation|>"]
 # a turn ends where the next one begins, as in GLM's template
@@ -152,6 +153,21 @@ def test_arguments_as_json_text_keep_their_nulls(tmp_path: Path) -> None:
     assert '{\\"a\\": null}' in tokenizer_with().decode(data[0]["input_ids"])
 
 
+def test_the_case_of_two_tools(tmp_path: Path) -> None:
+    """The rows of a report: Parquet taught the model to write the other tool's argument as null."""
+    rows = [
+        {"messages": conversation(call(name, **{argument: "1"})), "tools": [schema(name, argument)]}
+        for name, argument in (("add", "a"), ("weather", "city"))
+    ]
+    tokenizer = tokenizer_with(GLM)
+    for suffix in (".jsonl", ".parquet"):
+        data = MultiTurnSFTDataset(write(tmp_path / f"a{suffix}", rows), tokenizer, SFTDataConfig(max_length=1024))
+        item = data[0]
+        loss = tokenizer.decode(item["input_ids"][item["loss_mask"].bool()])
+        assert loss == '\nCALL add {"a": "1"}<|observation|>\ndone</s>'
+        assert '"properties": {"a": {"type": "string"}}' in tokenizer.decode(item["input_ids"])
+
+
 # ---- the frame of text without a template ----
 
 PLAIN = {"data_source": "x", "prompt": "abc", "response": "d", "chosen": "d", "rejected": "ee"}
@@ -188,6 +204,19 @@ def test_a_rendered_text_gets_no_second_frame(tmp_path: Path) -> None:
         PreferenceDataset(path, tokenizer, PreferenceDataConfig(max_length=64))[0]["chosen"][0].tolist(),
     ):
         assert ids[:2] == [1, 3]
+        assert ids.count(1) == 1
+
+
+def test_a_reward_model_reads_prompts_without_a_template() -> None:
+    worker = object.__new__(RewardModelWorker)
+    worker.max_length = 64
+    worker.tokenizer = tokenizer_with()
+    assert worker._token_ids(worker._chat("ab", "c"), None) == worker.tokenizer("abc")["input_ids"]
+    worker.tokenizer = tokenizer_with("{{ bos_token }}" + GLM)
+    chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
+    for prompt in ("ab", chat[:1]):
+        ids = worker._token_ids(worker._chat(prompt, "c"), None)
+        assert ids == worker.tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
         assert ids.count(1) == 1
 
 
