@@ -15,6 +15,7 @@ from verl.rewards.outcome import RewardOutcome, as_outcome
 from verl.rewards.policy import ScoringOptions
 from verl.rewards.rate import RateLimiter
 from verl.rewards.scoring import Call, GiveUp, Scorer, error_outcome, interrupt, worth_a_retry
+from verl.rewards.witness import witnessed
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,8 @@ class AsyncScorer(Scorer):
         await asyncio.sleep(self.limiter.reserve())
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
-                return as_outcome(await self.function(**call))
+                with witnessed(self.function, call):
+                    return as_outcome(await self.function(**call))
         except (Exception, SystemExit) as error:  # noqa: BLE001  the boundary to users' code
             if isinstance(error, TimeoutError) and limit.expired():
                 return RewardOutcome.timeout(self.timeout_s or 0.0)

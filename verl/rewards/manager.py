@@ -33,6 +33,11 @@ OUTCOME_FIELD = SCORE_OUTCOME
 """Column of outcomes (or futures of them) that were made while the batch was still being generated."""
 
 
+#: argument of a reward function -> attribute of a sample
+_TEXTS = {"prompt_str": "prompt", "full_solution_str": "full_response"}
+_TEXTS |= {f"{name}s": attribute for name, attribute in _TEXTS.items()}
+
+
 class RewardFunction(Protocol):
     """What the trainer calls to score a batch; every reward manager is one."""
 
@@ -138,6 +143,9 @@ class RewardManager(ABC):
         given = data.non_tensor_batch.get(OUTCOME_FIELD)
         ready = [None] * len(samples) if given is None else list(given)
         if background:
+            for row, sample in enumerate(samples):  # a tokenizer belongs to one thread
+                if ready[row] is None:
+                    self.read(sample)
             return PendingRewards(self, data, samples, _in_thread(lambda: self._complete(samples, ready)))
         return PendingRewards(self, data, samples, _finished(self._complete(samples, ready)))
 
@@ -151,8 +159,12 @@ class RewardManager(ABC):
         """The keywords that the function is called with."""
         values = (sample.data_source, sample.response, sample.ground_truth, sample.extra_info)
         call = dict(zip(ARGUMENTS, values, strict=True))
-        more = dict(zip(OPTIONAL, (sample.prompt, sample.full_response or sample.response), strict=True))
-        return call | {name: more[name] for name in self._asked}
+        return call | {name: getattr(sample, _TEXTS[name]) for name in self._asked}
+
+    def read(self, sample: Sample) -> None:
+        """Decode the texts of a sample that the function is given."""
+        for name in ("response", *(_TEXTS[name] for name in self._asked)):
+            getattr(sample, name)
 
     def _finish(
         self, data: DataProto, samples: Sequence[Sample], outcomes: Sequence[RewardOutcome], return_dict: bool

@@ -111,15 +111,15 @@ class BatchRewardManager(RewardManager):
 
     def call_of_all(self, samples: Sequence[Sample]) -> dict[str, list[Any]]:
         """The keywords that the function is called with."""
-        columns = {
-            "data_sources": [sample.data_source for sample in samples],
-            "solution_strs": [sample.response for sample in samples],
-            "ground_truths": [sample.ground_truth for sample in samples],
-            "extra_infos": [sample.extra_info for sample in samples],
-            "prompt_strs": [sample.prompt for sample in samples],
-            "full_solution_strs": [sample.full_response or sample.response for sample in samples],
+        columns: dict[str, Callable[[Sample], Any]] = {
+            "data_sources": lambda sample: sample.data_source,
+            "solution_strs": lambda sample: sample.response,
+            "ground_truths": lambda sample: sample.ground_truth,
+            "extra_infos": lambda sample: sample.extra_info,
+            "prompt_strs": lambda sample: sample.prompt,
+            "full_solution_strs": lambda sample: sample.full_response,
         }
-        return {name: columns[name] for name in (*BATCH_ARGUMENTS, *self._asked)}
+        return {name: list(map(columns[name], samples)) for name in (*BATCH_ARGUMENTS, *self._asked)}
 
     def outcomes(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
         limit = self.scoring.timeout_s

@@ -141,7 +141,7 @@ class ProcessScorer(Scorer):
         code = worker.kill()
         if died:
             results[index] = RewardOutcome.error(
-                f"the worker process died (exit code {code}) while it scored this sample"
+                f"the worker process died (exit code {code}) while {self.function!r} scored this sample"
             )
         else:
             results[index] = RewardOutcome.timeout(self.timeout_s or 0.0)

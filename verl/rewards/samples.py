@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -28,26 +29,73 @@ AGENT_COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One response with what is needed to score it.
+class Tokens:
+    """The tokens of a sample, which become text when somebody reads it.
 
     Attributes:
-        prompt: the prompt's text, without special tokens.
-        response: what the policy wrote, without special tokens; its turns are separated by line breaks.
-        full_response: the response's text with what tools and the environment said in between.
+        tokenizer: decodes them.
+        prompt: without padding.
+        response: all of it, without padding.
+        turns: the parts of the response that the policy wrote.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    prompt: Sequence[int]
+    response: Sequence[int]
+    turns: Sequence[Sequence[int]]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Without special tokens."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+class Sample:
+    """One response with what is needed to score it; its texts are decoded when they are first read.
+
+    Attributes:
         length: valid response tokens, those of tools included.
         data_source: which rule applies.
         ground_truth: the reference, from ``reward_model["ground_truth"]``; None where the row gives none.
         extra_info: the row's ``extra_info``.
     """
 
-    prompt: str
-    response: str
-    length: int
-    data_source: str
-    ground_truth: Any
-    extra_info: Mapping[str, Any] = field(default_factory=dict)
-    full_response: str = ""
+    def __init__(
+        self,
+        prompt: str | None = None,
+        response: str | None = None,
+        length: int = 0,
+        data_source: str = "",
+        ground_truth: Any = None,
+        extra_info: Mapping[str, Any] | None = None,
+        full_response: str | None = None,
+        *,
+        tokens: Tokens | None = None,
+    ) -> None:
+        self.length = length
+        self.data_source = data_source
+        self.ground_truth = ground_truth
+        self.extra_info: Mapping[str, Any] = {} if extra_info is None else extra_info
+        self._tokens = tokens
+        given = {"prompt": prompt, "response": response, "full_response": full_response}
+        self.__dict__.update({name: text for name, text in given.items() if text is not None})
+
+    @cached_property
+    def prompt(self) -> str:
+        """The prompt's text, without special tokens."""
+        return "" if self._tokens is None else self._tokens.text(self._tokens.prompt)
+
+    @cached_property
+    def response(self) -> str:
+        """What the policy wrote, without special tokens; its turns are separated by line breaks."""
+        return "" if self._tokens is None else "\n".join(map(self._tokens.text, self._tokens.turns))
+
+    @cached_property
+    def full_response(self) -> str:
+        """The response's text with what tools and the environment said in between."""
+        tokens = self._tokens
+        if tokens is None or (len(tokens.turns) == 1 and len(tokens.turns[0]) == len(tokens.response)):
+            return self.response
+        return tokens.text(tokens.response)
 
 
 def make_sample(
@@ -74,26 +122,19 @@ def make_sample(
     """
     ids = list(response_ids)
     mask = [1] * len(ids) if response_mask is None else list(response_mask)
-    turns = policy_turns(ids, mask)
-    prompt, full, *texts = tokenizer.batch_decode([list(prompt_ids), ids, *turns], skip_special_tokens=True)
-    return _sample(prompt, full, texts, len(ids), row, reward_fn_key, "the sample")
+    tokens = Tokens(tokenizer, list(prompt_ids), ids, policy_turns(ids, mask))
+    return _sample(tokens, row, reward_fn_key, "the sample")
 
 
 def policy_turns(ids: Sequence[int], mask: Sequence[int]) -> list[list[int]]:
     """The runs of tokens that the policy wrote."""
+    if all(mask):
+        return [list(ids)] if ids else []
     runs = groupby(zip(ids, mask, strict=True), key=lambda pair: bool(pair[1]))
     return [[token for token, _ in run] for written, run in runs if written]
 
 
-def _sample(
-    prompt: str,
-    full: str,
-    turns: Sequence[str],
-    length: int,
-    row: Mapping[str, Any],
-    reward_fn_key: str,
-    what: str,
-) -> Sample:
+def _sample(tokens: Tokens, row: Mapping[str, Any], reward_fn_key: str, what: str) -> Sample:
     reference = row.get("reward_model")
     if not isinstance(reference, Mapping):
         raise DataError(f"{what}: reward_model={reference!r} is no mapping with 'ground_truth'; the reward needs one")
@@ -102,18 +143,16 @@ def _sample(
         if row.get(column) is not None:
             extra[name] = row[column]
     return Sample(
-        prompt=prompt,
-        response="\n".join(turns),
-        length=length,
+        length=len(tokens.response),
         data_source=row[reward_fn_key],
         ground_truth=reference.get("ground_truth"),  # what may be missing is for the function's rule to say
         extra_info=extra,
-        full_response=full,
+        tokens=tokens,
     )
 
 
 def decode_samples(data: DataProto, tokenizer: PreTrainedTokenizerBase, reward_fn_key: str) -> list[Sample]:
-    """Decode the responses of a batch.
+    """The samples of a batch; their texts are decoded when they are read.
 
     Args:
         data: needs the tensors ``prompts`` (B,P), ``responses`` (B,R), ``attention_mask`` (B,P+R) and, per sample,
@@ -123,9 +162,9 @@ def decode_samples(data: DataProto, tokenizer: PreTrainedTokenizerBase, reward_f
     Raises:
         DataError: a field is missing.
     """
-    prompts, responses = data.batch["prompts"].cpu(), data.batch["responses"].cpu()
-    attention = data.batch["attention_mask"].cpu().bool()
-    written = valid_response_mask(data).cpu().bool()
+    prompts, responses = data.batch["prompts"].cpu().numpy(), data.batch["responses"].cpu().numpy()
+    attention = data.batch["attention_mask"].cpu().bool().numpy()
+    written = valid_response_mask(data).cpu().bool().numpy()
     width = prompts.shape[1]
     fields = data.non_tensor_batch
     for name in ("reward_model", reward_fn_key):
@@ -134,28 +173,16 @@ def decode_samples(data: DataProto, tokenizer: PreTrainedTokenizerBase, reward_f
                 f"the batch has no {name!r}, which the reward needs; add this column to the data files "
                 f"(the batch has {', '.join(map(repr, fields)) or 'no such fields'})"
             )
-    texts: list[list[int]] = []
-    spans = []
+    columns = [name for name in ("reward_model", reward_fn_key, "extra_info", *AGENT_COLUMNS) if name in fields]
+    samples = []
     for index in range(len(responses)):
         valid = attention[index, width:]
         ids = responses[index][valid].tolist()
         turns = policy_turns(ids, written[index][valid].tolist())
-        spans.append((len(texts), len(turns), len(ids)))
-        texts += [prompts[index][attention[index, :width]].tolist(), ids, *turns]
-    decoded = tokenizer.batch_decode(texts, skip_special_tokens=True)
-    columns = [name for name in ("reward_model", reward_fn_key, "extra_info", *AGENT_COLUMNS) if name in fields]
-    return [
-        _sample(
-            decoded[start],
-            decoded[start + 1],
-            decoded[start + 2 : start + 2 + turns],
-            length,
-            {name: fields[name][index] for name in columns},
-            reward_fn_key,
-            f"sample {index}",
-        )
-        for index, (start, turns, length) in enumerate(spans)
-    ]
+        tokens = Tokens(tokenizer, prompts[index][attention[index, :width]].tolist(), ids, turns)
+        row = {name: fields[name][index] for name in columns}
+        samples.append(_sample(tokens, row, reward_fn_key, f"sample {index}"))
+    return samples
 
 
 def valid_response_mask(data: DataProto) -> torch.Tensor:

@@ -27,6 +27,7 @@ from verl.rewards.function import ScoreFunction
 from verl.rewards.outcome import OutcomeKind, RewardOutcome, as_outcome
 from verl.rewards.policy import ScoringOptions
 from verl.rewards.rate import RateLimiter
+from verl.rewards.witness import witnessed
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +141,8 @@ class _ThreadRun:
                 with self.changed:
                     self.started = time.monotonic() + delay
                 time.sleep(delay)
-                outcome = call_function(self.scorer.function, self.calls[self.index])
+                with witnessed(self.scorer.function, self.calls[self.index], self.scorer.place(self.index)):
+                    outcome = call_function(self.scorer.function, self.calls[self.index])
                 with self.changed:
                     if self.cancelled:
                         return
@@ -175,6 +177,12 @@ class ThreadScorer(Scorer):
     """
 
     _uses_signals = False
+    #: whether calls come one by one, so that their place in a batch is not known
+    streams = False
+
+    def place(self, index: int) -> int | None:
+        """The place of a call in its batch, for messages."""
+        return None if self.streams else index
 
     def score_once(self, calls: Sequence[Call]) -> list[RewardOutcome]:
         results: list[Any] = [None] * len(calls)
@@ -183,7 +191,8 @@ class ThreadScorer(Scorer):
         if self.timeout_s is None or (self._uses_signals and in_main_thread):
             for index, call in enumerate(calls):
                 time.sleep(self.limiter.reserve())
-                results[index] = call_function(self.function, call)
+                with witnessed(self.function, call, self.place(index)):
+                    results[index] = call_function(self.function, call)
             return results
         while begin < len(calls):
             run = _ThreadRun(self, calls, begin, results)

@@ -77,7 +77,9 @@ class StreamScorer:
 
     def _lane_scorer(self) -> Scorer:
         if not self._in_processes:
-            return ThreadScorer(self.function, self.options, self._limiter)
+            scorer = ThreadScorer(self.function, self.options, self._limiter)
+            scorer.streams = True
+            return scorer
         one = ScoringOptions(**{**vars(self.options), "num_workers": 1})
         return ProcessScorer(self.function, one, self._limiter)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from verl.config.cli import parse_cli
 from verl.config.generation import EvalConfig, MetricsConfig
-from verl.errors import ConfigError, RewardError
+from verl.errors import ConfigError, DataError, RewardError
 from verl.utils.fs import atomic_write_text, ensure_writable_dir
 from verl.utils.json_text import dumps_json, write_json
 from verl.utils.output import write_result
@@ -118,13 +118,21 @@ def _score(
     calls: list[dict[str, Any]], owners: list[int], rows: Rows, config: EvalConfig
 ) -> tuple[list[float | None], list[bool | None]]:
     """Score of each response and whether it passes; None where the function abstained or failed by policy."""
+    from verl.data.row_gate import Problems
     from verl.rewards.loading import configured_function, scoring_options
+    from verl.rewards.outcome import checked_score
     from verl.rewards.policy import Action, resolve
     from verl.rewards.scoring import make_scorer
 
     options = scoring_options(config.reward)
     function = configured_function(config.reward)
     function.check_signature()
+    problems = Problems()
+    for owner, call in dict(zip(owners, calls, strict=True)).items():  # once for each row
+        problem = function.reference_problem(call["data_source"], call["ground_truth"], call["extra_info"])
+        if problem is not None:
+            problems.add(DataError(f"{rows.place(owner)}, column {config.data.reward_model_key!r}: {problem}"))
+    problems.stop()
     scorer = make_scorer(function, options)
     try:
         outcomes: list[RewardOutcome] = scorer.score(calls)
@@ -138,10 +146,14 @@ def _score(
             )
     scores = resolve(outcomes, [str(owner) for owner in owners], options)
     threshold = config.metrics.threshold
-    passed: list[bool | None] = [
-        None if score is None else float(outcome.extra.get("acc", score)) >= threshold
-        for score, outcome in zip(scores, outcomes, strict=True)
-    ]
+    passed: list[bool | None] = []
+    for owner, score, outcome in zip(owners, scores, outcomes, strict=True):
+        verdict = outcome.extra.get("acc", score)
+        passed.append(
+            None
+            if score is None
+            else checked_score(verdict, f"{rows.place(owner)}: the reward function, as acc,") >= threshold
+        )
     return scores, passed
 
 

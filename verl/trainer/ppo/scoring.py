@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from verl.data.collate import object_array
 from verl.errors import RewardError, ScoreError
 from verl.protocol import DataProto
+from verl.rewards.outcome import as_number
 from verl.schema import REPORTED_PREFIX
 from verl.single_controller.base import WorkerGroup
 from verl.trainer.ppo.fields import stage_batch
@@ -230,11 +232,16 @@ def outcomes(batch: DataProto, metric: str | None = None) -> torch.Tensor:
         RewardError: the reward function does not report the metric, or not as a number.
     """
     known = reported(batch)
-    if metric is None:
-        metric = "acc" if "acc" in known else "seq_reward"
+    sums = batch.batch["token_level_scores"].double().sum(-1)
     has_score = batch.batch["has_score"]
-    if metric == "seq_reward":
-        values = batch.batch["token_level_scores"].double().sum(-1)
+    if metric is None and "acc" in known:
+        # of several data sources some may report no acc: their score is the verdict
+        given = [as_number(value) for value in known["acc"]]
+        missing = [value is None or math.isnan(value) for value in given]
+        values = torch.tensor([0.0 if value is None else value for value in given], dtype=torch.float64)
+        values = torch.where(torch.tensor(missing), sums, values)
+    elif metric in (None, "seq_reward"):
+        values = sums
     elif metric in known:
         try:
             values = torch.tensor([float(value) for value in known[metric]], dtype=torch.float64)
