@@ -20,10 +20,11 @@ from verl.agent_loop.runner import longest_run_s
 from verl.config import AgentConfig, ModelConfig, RolloutConfig
 from verl.errors import RolloutError
 from verl.protocol import DataProto
+from verl.trainer.ppo import servers
 from verl.trainer.ppo.placement import processes_per_slot, replica_count, shared_config, slots_of_replicas
 from verl.trainer.ppo.servers import AgentLoopPool, ServerRollout
 from verl.workers.rollout.base import GenerationRequest, SamplingParams, run_blocking
-from verl.workers.sharding_manager import SendReport
+from verl.workers.sharding_manager import SendReport, SyncReport
 from verl.workers.sharding_manager.link import WeightLink
 
 
@@ -80,6 +81,39 @@ class Trainers:
         assert not adapter_apart
         self.calls.append((version, again))
         return [self.worker.send.remote(version, links, again)]
+
+
+def test_what_changed_is_told_by_those_who_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Receivers read no weight twice; senders look at all of them."""
+
+    class Remote:
+        def remote(self, *_: Any) -> str:
+            return "receiving"
+
+    class Method:
+        def options(self, blocking: bool) -> Any:
+            return lambda **_: ["sending 0", "sending 1"]
+
+    received = SyncReport(version=4, seconds=0.5, bytes_copied=1, bytes_shared=0, tensors=3, buckets=1)
+    answers = {
+        "receiving": received,
+        "sending 0": SendReport(4, 0.1, 1, 3, changed=2),
+        "sending 1": SendReport(4, 0.1, 0, 3, changed=2),
+    }
+    monkeypatch.setattr(servers, "wait_for", lambda calls, limit: [answers[call] for call in calls])
+    rollout = object.__new__(ServerRollout)
+    rollout._links, rollout.timeout_s = None, 1.0
+    rollout.trainers = type("Trainers", (), {"send_weights": Method()})()  # type: ignore[assignment]
+    rollout.group = type("Group", (), {"repair": lambda self: [], "live": []})()  # type: ignore[assignment]
+    server = type("Server", (), {"receive_weights": Remote()})()
+    link = type("Link", (), {"name": "weights-1-0"})()
+    monkeypatch.setattr(rollout, "_connect", lambda replicas: {0: (link, [server])})
+    metrics = rollout.sync_weights(4)
+    assert metrics["weight_sync/changed_tensors"] == 2
+    assert metrics["weight_sync/seconds"] == 0.5
+    answers["sending 0"] = answers["sending 1"] = SendReport(5, 0.1, 1, 3)  # on_unchanged_weights=ignore: nobody looks
+    rollout._links = None
+    assert "weight_sync/changed_tensors" not in rollout.sync_weights(5)
 
 
 @pytest.mark.dist

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from verl.errors import RolloutError
+from verl.errors import RolloutError, WeightSyncError
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
 from verl.workers.rollout.serving import Gate
 
@@ -51,3 +52,74 @@ def test_tokens_outside_of_the_vocabulary(token: int) -> None:
 def test_missing_log_probabilities() -> None:
     with pytest.raises(RolloutError, match="2 tokens and 1 log-probabilities"):
         answer("vllm", [3, 4], [-0.5])
+
+
+# --- answers that say no ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answers", "asked"), [([True], [{}]), ([False, True], [{}, {"reset_running_requests": True}])]
+)
+def test_vllm_is_asked_again_when_it_keeps_its_cache(answers: list[bool], asked: list[dict[str, bool]]) -> None:
+    from verl.workers.rollout.vllm import VLLMRolloutEngine
+
+    calls: list[dict[str, bool]] = []
+    left = iter(answers)
+
+    class Engine:
+        def reset_prefix_cache(self, **options: bool) -> bool:
+            calls.append(options)
+            return next(left)
+
+    rollout = object.__new__(VLLMRolloutEngine)
+    rollout.engine = Engine()
+    rollout._drop_cache(WeightSyncError)
+    assert calls == asked
+
+
+def test_a_cache_of_older_weights_is_an_error() -> None:
+    from verl.workers.rollout.vllm import VLLMRolloutEngine
+
+    rollout = object.__new__(VLLMRolloutEngine)
+    rollout.engine = type("Engine", (), {"reset_prefix_cache": lambda self, **_: False})()
+    with pytest.raises(WeightSyncError, match=r"kept keys and values of older weights.*enable_prefix_caching=False"):
+        rollout._drop_cache(WeightSyncError)
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "refused"),
+    [
+        (200, {"success": True}, False),
+        (200, {"success": False, "message": "no room"}, True),
+        (400, {"error": "x"}, True),
+    ],
+)
+def test_a_server_that_refuses_is_heard_whatever_its_status(status: int, answer: dict[str, Any], refused: bool) -> None:
+    pytest.importorskip("aiohttp")
+    from verl.workers.rollout.sglang_http import Connection
+
+    class Response:
+        content_type = "application/json"
+
+        async def __aenter__(self) -> Response:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            return None
+
+        async def text(self) -> str:
+            return ""
+
+        async def json(self) -> Any:
+            return answer
+
+    Response.status = status  # type: ignore[attr-defined]
+    connection = object.__new__(Connection)
+    connection.url = "http://server"
+    session = type("Session", (), {"request": lambda self, *_, **__: Response()})()
+    connection._open = lambda: session  # type: ignore[method-assign]
+    if refused:
+        with pytest.raises(RolloutError, match="http://server/flush answered"):
+            asyncio.run(connection._request("POST", "/flush", {}))
+    else:
+        assert asyncio.run(connection._request("POST", "/flush", {})) == answer
