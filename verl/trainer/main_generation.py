@@ -53,6 +53,7 @@ class Generator:
         from verl.data.files import Rows
         from verl.data.images import RowImageReader
         from verl.data.row_gate import Column, RowGate
+        from verl.models.directory import check_model
         from verl.utils.tokenizer import load_processor, load_tokenizer
 
         self.config = config
@@ -61,6 +62,7 @@ class Generator:
             raise ConfigError(f"data.output_path={str(self.output)!r} is there already; remove it, or choose another")
         ensure_writable_dir(self.output.parent, purpose="directory of data.output_path")
         model = config.model
+        check_model(model, "model", trained=False)
         self.tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
         self.rows: Rows = Rows(config.data.path, required=[config.data.prompt_key])
         self._check_columns()

@@ -100,7 +100,13 @@ class TaskRunner:
         from verl.models.loading import import_external_lib
         from verl.rewards import load_reward_manager
         from verl.trainer.image_checks import refuse
-        from verl.trainer.ppo.checks import check_algorithm, check_data_sources, check_reward_model, image_problems
+        from verl.trainer.ppo.checks import (
+            check_algorithm,
+            check_data_sources,
+            check_models,
+            check_reward_model,
+            image_problems,
+        )
         from verl.trainer.ppo.placement import build_worker_groups
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.trainer.ppo.scoring import Scorer
@@ -115,6 +121,7 @@ class TaskRunner:
         model = config.actor_rollout_ref.model
         import_external_lib(model.external_lib)  # estimators and reward managers run in this process
         check_algorithm(config, self.source_fields)
+        check_models(config)
         check_reward_model(config)
         tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
         self.check_agents(tokenizer)

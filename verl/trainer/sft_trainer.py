@@ -23,6 +23,7 @@ from verl.checkpoint.state import DATALOADER_STATE, load_trainer_state, restorin
 from verl.data import has_images
 from verl.data.loader import ResumableDataLoader, create_dataloader
 from verl.data.sft_dataset import SFTCollator, SFTDataset, check_examples, create_examples
+from verl.models.directory import check_model
 from verl.trainer.closing import RunReport, print_lines, told_when_it_fails
 from verl.trainer.image_checks import engine_problems, model_problems, refuse
 from verl.trainer.run_record import open_run, write_record
@@ -296,6 +297,7 @@ def build_parts(config: FineTuningConfig, dataset: type[Dataset], collator: Call
 
     data = config.data
     model = config.model
+    check_model(model, "model")
     tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code)
     processor = load_processor(str(model.path), model.trust_remote_code)
     share, shares = model.row_share(rank, world)

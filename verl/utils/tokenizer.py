@@ -37,6 +37,7 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False, **kwargs: 
     except (OSError, ValueError) as error:
         what = f"directory {path!r}" if Path(path).is_dir() else f"{path!r}, which is not a local directory,"
         raise ConfigError(f"cannot load a tokenizer from {what}: {error}") from error
+    _require_vocabulary(tokenizer, path)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # Transformers makes an empty one where files are missing
         raise ConfigError(
             f"the tokenizer of {path!r} has no vocabulary; copy tokenizer.json and tokenizer_config.json beside the "
@@ -44,6 +45,23 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False, **kwargs: 
         )
     set_pad_token(tokenizer)
     return tokenizer
+
+
+def _require_vocabulary(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Refuse a directory without any file of a vocabulary: Transformers makes a tokenizer of special tokens alone.
+
+    Raises:
+        ConfigError: none of the files that the tokenizer reads is there.
+    """
+    directory, names = Path(path).expanduser(), set((tokenizer.vocab_files_names or {}).values())
+    if not directory.is_dir() or not names or any((directory / name).is_file() for name in names):
+        return
+    if any(any(directory.glob(pattern)) for pattern in ("*.model", "*.tiktoken", "tekken.json", "vocab*", "*.gguf")):
+        return
+    raise ConfigError(
+        f"the tokenizer of {path!r} has no vocabulary: none of {', '.join(sorted(names))} is there; copy "
+        "tokenizer.json beside the model, or give model.tokenizer_path"
+    )
 
 
 def textless_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[int, ...]:

@@ -15,7 +15,8 @@ from verl.config import ModelConfig, PPOConfig, RolloutConfig
 from verl.data.files import Row
 from verl.data.row_gate import RowGate
 from verl.errors import ConfigError, DataError
-from verl.models.loading import resolve_model_dir
+from verl.models.directory import check_model
+from verl.models.loading import import_external_lib, resolve_model_dir
 from verl.models.sliced import weight_files
 from verl.rewards.references import row_problem
 from verl.schema import STAGES
@@ -155,6 +156,26 @@ def check_data_sources(config: PPOConfig, reward_fn: Any, datasets: Iterable[Any
                 raise DataError(f"columns {key!r} and 'reward_model': {problem}")
 
         gate.check(look, only=[key, *others], within_s=max(0.0, deadline - time.monotonic()))
+
+
+def check_models(config: PPOConfig) -> None:
+    """Refuse model directories that are not whole, or of models that are not supported.
+
+    Raises:
+        ConfigError: naming the key and what is wrong.
+    """
+    section = config.actor_rollout_ref
+    models = {"actor_rollout_ref.model": section.model}
+    if config.use_critic:
+        models["critic.model"] = config.critic.model
+    if config.reward_model.enable:
+        models["reward_model.model"] = config.reward_model.model
+    seen: set[str] = set()
+    for key, model in models.items():
+        import_external_lib(model.external_lib)
+        if str(model.path) not in seen:
+            seen.add(str(model.path))
+            check_model(model, key)
 
 
 def check_reward_model(config: PPOConfig) -> None:
