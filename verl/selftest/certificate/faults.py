@@ -78,10 +78,10 @@ def _patch(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
 
 def _patch_function(stack: ExitStack, original: Any, replacement: Any) -> None:
     """Replace a function in every module that holds it under its own name."""
+    name = original.__name__
     for module_name, module in list(sys.modules.items()):
-        held = getattr(module, "__dict__", {}).get(original.__name__)
-        if module_name.startswith("verl.") and held is original:
-            _patch(stack, module, original.__name__, replacement)
+        if module_name.startswith("verl.") and getattr(module, "__dict__", {}).get(name) is original:
+            _patch(stack, module, name, replacement)
 
 
 def _after_build(stack: ExitStack, change: Callable[[nn.Module], None]) -> None:
@@ -251,6 +251,7 @@ def _stop_masked(stack: ExitStack) -> None:
 
     def made(prompts: Any, completions: Any, *arguments: Any, **options: Any) -> Any:
         found = real(prompts, completions, *arguments, **options)
+        assert found.batch is not None
         for row, item in enumerate(completions):
             if item.finish_reason == "stop":
                 found.batch["response_mask"][row, len(item.token_ids) - 1] = 0

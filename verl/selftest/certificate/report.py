@@ -33,6 +33,7 @@ class Certificate:
         measures: every comparison, in order.
         notes: what was not covered.
         seconds: of all.
+        cpu_seconds: of this process, all threads together.
         seconds_of: of each check.
         planted: faults that were switched on.
     """
@@ -45,6 +46,7 @@ class Certificate:
     notes: list[str]
     seconds: float
     seconds_of: dict[str, float]
+    cpu_seconds: float = 0.0
     planted: tuple[str, ...] = ()
 
     @property
@@ -156,6 +158,7 @@ class Certificate:
             "notes": self.notes,
             "planted": list(self.planted),
             "seconds": round(self.seconds, 1),
+            "cpu_seconds": round(self.cpu_seconds, 1),
         }
 
     def write_json(self, path: Path, *, hashes: bool = True) -> None:

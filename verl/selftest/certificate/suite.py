@@ -102,7 +102,7 @@ def certify(
     Raises:
         ConfigError: no model is there, or an option is wrong.
     """
-    started = time.monotonic()
+    started, cpu = time.monotonic(), time.process_time()
     pool = ranks if isinstance(ranks, sequence.Ranks) else None
     setup = Setup(engine, rollout, lora, resolve_device(device), ranks if isinstance(ranks, int) else ranks.world)
     chosen = _chosen(only)
@@ -129,6 +129,7 @@ def certify(
             measures=measures,
             notes=list(dict.fromkeys(subject.notes)),
             seconds=time.monotonic() - started,
+            cpu_seconds=time.process_time() - cpu,
             seconds_of=seconds,
             planted=tuple(faults),
         )
