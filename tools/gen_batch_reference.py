@@ -6,7 +6,7 @@ import sys
 
 from _page import run
 
-from verl.schema import FIELDS
+from verl.schema import FIELDS, PRIVATE, REPORTED_PREFIX
 
 
 def render() -> str:
@@ -26,6 +26,18 @@ def render() -> str:
         lines.append(
             f"| `{field.name}` | {field.shape_text} | {dtypes} | {field.made_by} | {field.read_by} | {field.doc} |"
         )
+    lines += [
+        "",
+        "## Reserved names",
+        "",
+        "A column of a data file can have the name of a field that is made by `data`, and any name that is not here.",
+        f"It cannot have the name of another field, a name that begins with `__` or with `{REPORTED_PREFIX}` (but",
+        "`reward_model`), or one of these:",
+        "",
+        "| column | what the run keeps there |",
+        "|---|---|",
+        *(f"| `{name}` | {what} |" for name, what in PRIVATE.items()),
+    ]
     return "\n".join(lines) + "\n"
 
 
