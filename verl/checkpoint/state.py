@@ -61,7 +61,7 @@ def load_trainer_state(directory: Path) -> dict[str, Any]:
     step = state.get("step") if isinstance(state, dict) else None
     if not isinstance(step, int) or not isinstance(state.get("tracker", {}), dict):
         raise CheckpointError(f"checkpoint file {str(path)!r} holds no state of a run: {_kind(state)}")
-    return state
+    return dict(state)
 
 
 def load_data_state(directory: Path) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def load_data_state(directory: Path) -> dict[str, Any]:
     state = load_state(path)
     if not isinstance(state, dict):
         raise CheckpointError(f"checkpoint file {str(path)!r} holds no place in the data: {_kind(state)}")
-    return state
+    return dict(state)
 
 
 @contextlib.contextmanager

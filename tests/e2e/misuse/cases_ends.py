@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.e2e.misuse.case import Case, Outcome, Place
@@ -97,6 +100,66 @@ def trained(place: Place, done: Outcome) -> None:
     """The run works all the same."""
     assert "step 2/2" in done.stdout, done.stdout
 
+
+def checkpoint(place: Place) -> Path:
+    """A step directory with a marker and a state file that torch wrote, and nothing else."""
+    step = place.out / "global_step_1"
+    (step / "actor").mkdir(parents=True)
+    (place.out / "latest_checkpointed_iteration.txt").write_text("1\n")
+    (step / "complete.json").write_text(json.dumps({"step": 1, "parts": ["actor"]}))
+    return step
+
+
+def marker_with_a_number(place: Place) -> None:
+    """The marker's list of parts is a number."""
+    (checkpoint(place) / "complete.json").write_text('{"step": 1, "parts": 5}')
+
+
+def no_checksums(place: Place) -> None:
+    """The file of checksums is missing."""
+    checkpoint(place)
+
+
+def marker_is_a_folder(place: Place) -> None:
+    """A folder in the place of the marker."""
+    marker = checkpoint(place) / "complete.json"
+    marker.unlink()
+    marker.mkdir()
+
+
+def pointer_is_no_number(place: Place) -> None:
+    """A pointer file without a number, and no step directory."""
+    place.out.mkdir()
+    (place.out / "latest_checkpointed_iteration.txt").write_text("the last one")
+
+
+def state_is_junk(place: Place) -> None:
+    """A state file that is no file of torch's, in a checkpoint that is used unchecked."""
+    (checkpoint(place) / "trainer_state.pt").write_bytes(b"junk" * 100)
+
+
+def slow_reward(place: Place) -> None:
+    """A reward function that says that it runs, and waits."""
+    (place.tmp / "reward.py").write_text(
+        "import time\nfrom pathlib import Path\n\n\n"
+        "def compute_score(**kwargs):\n"
+        f"    Path({str(place.tmp / 'running')!r}).touch()\n    time.sleep(60)\n    return 1.0\n"
+    )
+
+
+def send(number: signal.Signals) -> Callable[[int, Place], None]:
+    """Send a signal once the reward function runs."""
+
+    def during(pid: int, place: Place) -> None:
+        deadline = time.monotonic() + 100
+        while not (place.tmp / "running").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(pid, number)
+
+    return during
+
+
+SLOW = ["custom_reward_function.path={tmp}/reward.py"]
 
 CASES = [
     Case(
@@ -213,4 +276,92 @@ CASES = [
         leaves=[LOCK_FILE],
     ),
     Case("a folder in the place of the lock", "train", prepare=folder_as_lock, code=1, words=[LOCK_FILE]),
+    Case(
+        "a marker with parts=5",
+        "train",
+        prepare=marker_with_a_number,
+        code=1,
+        words=["complete.json has parts=5", "trainer.resume_mode=disable"],
+        leaves=["**/*"],
+    ),
+    Case(
+        "a checkpoint without checksums",
+        "train",
+        prepare=no_checksums,
+        code=1,
+        words=["checksums.sha256 cannot be read", "trainer.verify_checkpoint=False"],
+        leaves=["**/*"],
+    ),
+    Case(
+        "a folder in the place of the marker",
+        "sft",
+        prepare=marker_is_a_folder,
+        code=1,
+        words=["no readable complete.json"],
+        leaves=["**/*"],
+    ),
+    Case(
+        "a pointer file without a number",
+        "sft",
+        prepare=pointer_is_no_number,
+        code=1,
+        words=["'the last one' instead of a step number"],
+        leaves=["**/*"],
+    ),
+    Case(
+        "a state file that torch cannot read",
+        "train",
+        ["trainer.verify_checkpoint=False"],
+        prepare=state_is_junk,
+        code=1,
+        words=["trainer_state.pt' cannot be read: "],
+        absent=["weights_only"],
+        leaves=["**/*"],
+    ),
+    Case(
+        "Ctrl-C in the first step",
+        "train",
+        [*SLOW, "trainer.save_freq=1"],
+        prepare=slow_reward,
+        during=send(signal.SIGINT),
+        code=130,
+        messages=0,
+        words=["interrupted: step 1 was not finished and nothing is saved", "the same command begins anew"],
+        leaves=["*.json", "*.yaml", "*.txt"],
+        limit_s=60,
+    ),
+    Case(
+        "SIGTERM in the first step of a run that saves",
+        "train",
+        [*SLOW, "trainer.save_freq=1"],
+        prepare=slow_reward,
+        during=send(signal.SIGTERM),
+        code=75,
+        messages=0,
+        words=["SIGTERM: the run ends now", "ending in the middle of step 1: SIGTERM"],
+        leaves=["*.json", "*.yaml", "*.txt"],
+        limit_s=60,
+    ),
+    Case(
+        "SIGTERM in a run that never saves",
+        "train",
+        SLOW,
+        prepare=slow_reward,
+        during=send(signal.SIGTERM),
+        code=1,
+        words=["TrainingError: the run ended before its last step and saved nothing", "trainer.save_freq"],
+        leaves=["*.json", "*.yaml", "*.txt"],
+        limit_s=60,
+    ),
+    Case(
+        "SIGTERM in an evaluation",
+        "eval",
+        SLOW,
+        prepare=slow_reward,
+        during=send(signal.SIGTERM),
+        code=143,
+        messages=0,
+        words=["ended by SIGTERM: "],
+        limit_s=60,
+    ),
 ]
