@@ -20,7 +20,7 @@ class FilterGroupsConfig(Config):
         "What must differ: a value that the reward function reports, or seq_reward for the whole score; not given = "
         "acc where it is reported (the score before penalties), else the score.",
     )
-    max_num_gen_batches: int = opt(10, "Most generation batches in one step; 0 = no limit.", ge=0)
+    max_num_gen_batches: int = opt(10, "Most generation batches in one step; 0 = no limit.", ge=0, affects="limit")
     on_exhausted: str = opt(
         "error",
         "With max_num_gen_batches used up: error = end the run; fill = complete the batch with groups that carry no "
