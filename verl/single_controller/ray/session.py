@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -60,6 +61,7 @@ def ray_cluster(settings: Mapping[str, Any]) -> Iterator[None]:
         with _quiet():
             ray.shutdown()
         if folder is not None:
+            _end_processes(folder)
             _remove(folder)
 
 
@@ -190,6 +192,16 @@ def _tell_of_shared_memory(settings: Mapping[str, Any]) -> None:
             "" if wanted is None else f" ({_KEY}.object_store_memory)",
             _KEY,
         )
+
+
+def _end_processes(folder: Path) -> None:
+    """End Ray's own processes that are still there: a raylet without its store waits for that for a minute."""
+    wanted, user = f"{folder}/session".encode(), os.getuid()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            ours = entry.stat().st_uid == user and int(entry.name) != os.getpid()
+            if ours and wanted in (entry / "cmdline").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 def _remove(folder: Path) -> None:
