@@ -48,6 +48,11 @@ FIXED = [
 ]
 
 
+#: metrics of served runs that depend on the moments at which requests arrive
+TIMED = ("rollout_corr/", "training/rollout_probs_diff_", "agent/engine_idle_fraction")
+CLOCKS = ("_seconds/max", "_seconds/mean", "_seconds/min")
+
+
 @dataclass(frozen=True)
 class Mode:
     """A program in a mode, and which of its processes are killed, one after the other."""
@@ -103,6 +108,21 @@ def result(mode: Mode, directory: Path) -> dict[str, object]:
         "metrics": metrics_by_step(directory),
     }
     return made | {path.name: path.read_bytes() for path in (directory / "samples").glob("*.jsonl")}
+
+
+def same(ours: dict[str, object], theirs: dict[str, object]) -> None:
+    """Bit for bit, but for what servers decide by time.
+
+    Which requests a server computes together depends on their arrival, and with it the last bit of the log-probabilities
+    that it reports. They are compared with the trainer's and not trained on.
+    """
+    for result in (ours, theirs):
+        records = result.get("metrics", {})
+        assert isinstance(records, dict)
+        for record in records.values():
+            for name in [name for name in record if name.startswith(TIMED) or name.endswith(CLOCKS)]:
+                del record[name]
+    assert ours == theirs
 
 
 def sign_of_life(run: RunningTrainer) -> int:
@@ -182,9 +202,9 @@ def test_any_process_killed(
             # a run ends with the signal, with an error, or finishes because the process could be replaced
             assert code in (-signal.SIGKILL if victim == "controller" else 1, 1, 0), run.text()[-3000:]
         if code == 0:
-            assert result(mode, directory) == whole
+            same(result(mode, directory), whole)
             number += 1
             directory = tmp_path / f"run{number}"
     finish(directory)
-    assert result(mode, directory) == whole
+    same(result(mode, directory), whole)
     tell({"mode": name, "kills": len(mode.victims), "identical": True})
