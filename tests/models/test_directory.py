@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from tests.fixtures.tiny import make_tiny_model_dir
 from tests.models.families import FAMILIES, make_config
 from tests.models.family_checks import save_model
+from tests.workers.rollout.helpers import make_model
 from verl.config import ModelConfig
 from verl.errors import ConfigError
 from verl.models.directory import check_model
@@ -132,6 +133,11 @@ def test_models_that_do_not_work_here_are_named(model_type: str, tmp_path: Path)
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=rf"model type '{model_type}'.* supported .*models.md"):
         check_model(ModelConfig(path=str(tmp_path)), "model")
+
+
+def test_a_causal_model_with_a_field_of_encoders_passes(tmp_path: Path) -> None:
+    make_model(make_config("gpt_neox")).save_pretrained(tmp_path)
+    check_model(ModelConfig(path=str(tmp_path)), "model")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

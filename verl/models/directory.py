@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from verl.errors import ConfigError, VerlError
@@ -119,7 +119,8 @@ def _unsupported(config: PreTrainedConfig, trained: bool) -> str | None:
 
 def _looks_both_ways(config: PreTrainedConfig) -> bool:
     """Encoders that Transformers also offers as language models, where nothing makes them causal."""
-    return "is_decoder" in type(config).__annotations__ and not getattr(config, "is_decoder", True)
+    masked = type(config) in AutoModelForMaskedLM._model_mapping
+    return masked and not getattr(config, "is_decoder", True)
 
 
 # ---------------------------------------------------------------------------- files of weights

@@ -61,7 +61,7 @@ class FlopsCounter:
         config = getattr(config, "text_config", None) or config
         try:
             return cls._of_decoder(config, head_outputs)
-        except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
+        except (AttributeError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
             logger.warning(
                 "operations of model type %r are not counted (%s): there will be no mfu metrics",
                 getattr(config, "model_type", "unknown"),

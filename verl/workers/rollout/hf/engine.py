@@ -102,7 +102,8 @@ class HFRolloutEngine(RolloutEngine):
         self._warned_of_memory = False
         self._memory_share = float(getattr(rollout_config, "gpu_memory_utilization", 0.5) or 0.5)
         bookkeeping = 8 + 4 + 8 + self.dtype.itemsize  # RowState
-        self._bytes_per_token = cached_token_bytes(config, self.dtype.itemsize) + bookkeeping
+        with named_failures(config, "sizing its key-value cache"):
+            self._bytes_per_token = cached_token_bytes(config, self.dtype.itemsize) + bookkeeping
         directory = resolve_model_dir(model_config.path, use_shm=model_config.use_shm)
         eos, pad = special_tokens(model_config, directory, config, tokenizer)
         self.pad_token_id = pad
