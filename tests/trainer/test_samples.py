@@ -53,7 +53,7 @@ def test_reported_names_that_columns_have_are_kept_apart() -> None:
     assert found["reported_hint"] == ["mine", "mine"]
     assert found["reported_baselines"] == [0, 0]
     assert found["acc"] == [1, 0]
-    assert BOUNDARY.counts == {"reported": 0}  # renamed, nothing lost
+    assert BOUNDARY.counts == {}  # renamed, nothing lost
 
 
 def test_a_column_of_the_wrong_length_is_reported() -> None:
@@ -64,6 +64,12 @@ def test_a_column_of_the_wrong_length_is_reported() -> None:
 def test_distinct_names_stay_distinct() -> None:
     extra = {"score": 1, "reported_score": 2, "other": 3}
     assert apart(extra, {"score"}) == {"reported_reported_score": 1, "reported_score": 2, "other": 3}
+
+
+def test_a_reported_score_that_is_the_score_is_no_second_value() -> None:
+    tokenizer = SimpleNamespace(decode=lambda ids: "x")
+    (first, _) = describe_samples(tokenizer, batch(), [0.1, float("nan")], {"score": object_array([0.1, float("nan")])})
+    assert first.keys() == {"uid", "input", "output", "gts", "score"}
 
 
 def test_samples_are_strict_json_with_all_that_was_reported(tmp_path: Path) -> None:

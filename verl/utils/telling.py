@@ -59,15 +59,18 @@ class Boundary:
             destination: what it is counted under.
             sentence: says what is lost and why.
             kind: losses of one destination and kind are reported once.
-            count: how many records or values are lost.
+            count: how many records or values are lost; 0 for a change that loses nothing.
             silent: only count, because the log itself is what failed.
             error: whose traceback is logged at level DEBUG.
         """
-        self._lost[destination] += count
+        if count:
+            self._lost[destination] += count
         if silent or (destination, kind) in self._reported or len(self._reported) >= _MAX_WARNINGS:
             return
         self._reported.add((destination, kind))
-        logger.warning("%s; the run continues, and tracking/failures/%s counts such losses", sentence, destination)
+        if count:
+            sentence += f"; the run continues, and tracking/failures/{destination} counts such losses"
+        logger.warning("%s", sentence)
         if error is not None:
             logger.debug("the traceback of this loss:", exc_info=error)
 

@@ -266,6 +266,8 @@ def describe_samples(
     prompt_mask = batch.batch["attention_mask"][:, : prompts.shape[1]].bool()
     response_mask = batch.batch["attention_mask"][:, prompts.shape[1] :].bool()
     truths = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
+    # the score itself, which reward managers report among the extra values, is no second value
+    extra = {name: values for name, values in extra.items() if name != "score" or not _same(values, scores)}
     extra = apart(extra, _COLUMNS)
     rows = []
     for i, score in enumerate(scores):
@@ -280,6 +282,14 @@ def describe_samples(
         row.update({name: values[i] for name, values in extra.items()})
         rows.append(row)
     return rows
+
+
+def _same(values: Any, scores: list[float]) -> bool:
+    """Whether reported values are the scores, in float32 as these are."""
+    try:
+        return bool(np.allclose(np.asarray(values, np.float32), np.asarray(scores, np.float32), equal_nan=True))
+    except (TypeError, ValueError):
+        return False
 
 
 def dump_samples(directory: Path, step: int, samples: Iterable[Sample]) -> None:
