@@ -63,13 +63,14 @@ class ParquetFile(DataFile):
     def __init__(self, path: str) -> None:
         self.path = path
         try:
+            names = pq.read_schema(path).names
+            twice = {name for name in names if names.count(name) > 1}
+            if twice:
+                raise DataError(f"{path} has several columns of the name {min(twice)!r}; keep one of them")
             self._table = pq.read_table(path).combine_chunks()
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{path}: not a readable Parquet file: {error}") from error
         self.columns = tuple(self._table.column_names)
-        twice = {name for name in self.columns if self.columns.count(name) > 1}
-        if twice:
-            raise DataError(f"{path} has several columns of the name {min(twice)!r}; keep one of them")
         self._check_text()
         self._convert = _converters(self._table.schema)
 
