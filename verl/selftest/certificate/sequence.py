@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from verl.errors import VerlError
+from verl.errors import ConfigError, VerlError
 from verl.selftest.certificate.bench import TEMPERATURE, TRANSFORMERS, Bench
 from verl.selftest.certificate.engines import FSDPTrainer, Setup
 from verl.selftest.certificate.outcome import Measure
@@ -69,7 +69,7 @@ class Ranks:
         self.close()
 
     def compute(self, work: Work, timeout_s: float = _TIMEOUT_S) -> dict[str, Any]:
-        """Outputs, loss and gradients of the rows; or under ``error`` why there are none."""
+        """Outputs, loss and gradients of the rows; or under ``refused`` or ``error`` why there are none."""
         if not self._processes:
             self._start(work.setup.device)
         for inbox in self._inboxes:
@@ -132,6 +132,9 @@ def sequence_parallel(bench: Bench) -> Iterator[Measure]:
         ranks = bench.ranks if bench.ranks is not None else stack.enter_context(Ranks(world))
         found = ranks.compute(work)
     case = f"{world} ranks"
+    if "refused" in found:  # by name, which is no wrong number
+        yield Measure(SEQUENCE, case, reason=found["refused"])
+        return
     if "error" in found:
         yield Measure(SEQUENCE, case, error=found["error"])
         return
@@ -187,7 +190,9 @@ def _answer(work: Work, world: int) -> dict[str, Any]:
             for name in work.planted:
                 stack.enter_context(faults.plant(name))
             return _compute(work, world)
-    except VerlError as error:  # on every rank alike
+    except ConfigError as error:  # on every rank alike
+        return {"refused": str(error)}
+    except VerlError as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
 

@@ -118,7 +118,7 @@ def tied(bench: Bench) -> Iterator[Measure]:
     saved = bench.saved_plain.model
     apart = int(saved.get_output_embeddings().weight is not saved.get_input_embeddings().weight)
     yield bench.exact(check, "saved for Transformers", "models that load untied", apart)
-    module = getattr(bench.generator.engine, "module", None)
+    module = getattr(bench.generator.engine, "module", None) if bench.generates else None
     if module is None:
         return
     one, other = module.get_output_embeddings().weight, module.get_input_embeddings().weight
