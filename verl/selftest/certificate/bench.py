@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from verl import model_merger
+from verl.checkpoint.checksums import write_checksums
 from verl.selftest.certificate.engines import (
     LORA_ALPHA,
     LORA_RANK,
@@ -157,9 +158,10 @@ class Bench:
     @cached_property
     def checkpoint(self) -> Path:
         """A checkpoint of :attr:`updated`, with a model for Transformers."""
-        directory = self.scratch / "checkpoint"
-        self.updated.save(directory)
-        return directory
+        step = self.scratch / "global_step_1"  # as a run lays it out
+        self.updated.save(step / "actor")
+        write_checksums(step)
+        return step / "actor"
 
     @cached_property
     def saved_plain(self) -> PlainModel:
