@@ -113,8 +113,8 @@ def result(mode: Mode, directory: Path) -> dict[str, object]:
 def same(ours: dict[str, object], theirs: dict[str, object]) -> None:
     """Bit for bit, but for what servers decide by time.
 
-    Which requests a server computes together depends on their arrival, and with it the last bit of the log-probabilities
-    that it reports. They are compared with the trainer's and not trained on.
+    Which requests a server computes together depends on their arrival, and with it the last bit of the
+    log-probabilities that it reports. They are compared with the trainer's and not trained on.
     """
     for result in (ours, theirs):
         records = result.get("metrics", {})
