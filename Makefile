@@ -196,6 +196,10 @@ format: $(STAMPS)/dev ## let ruff lay out the code
 docs: $(STAMPS)/core ## write the generated pages of docs/reference
 	@for script in $(wildcard tools/gen_*.py); do $(BIN)/python $$script; done
 
+.PHONY: certify-families
+certify-families: $(STAMPS)/dev ## certify a tiny model of every family, for the table of families (ten minutes)
+	@$(BIN)/python tools/certify_families.py
+
 .PHONY: clean
 clean: ## remove caches and build leftovers; outputs/, checkpoints/ and the environment stay
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
