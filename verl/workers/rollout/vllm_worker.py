@@ -59,7 +59,7 @@ class WorkerExtension:
 
     def verl_never_sample(self, tokens: Sequence[int]) -> None:
         """Give tokens the probability 0 in whatever is sampled from here on."""
-        model = self._verl_weights.model
+        model: Any = self._verl_weights.model
         compute = model.compute_logits
 
         def compute_logits(*args: Any, **kwargs: Any) -> torch.Tensor | None:
