@@ -21,7 +21,7 @@ import ray
 
 from verl.errors import ConfigError, WorkerError
 from verl.utils.fs import format_bytes, free_bytes
-from verl.utils.owned import make_short_dir
+from verl.utils.owned import Owner, make_short_dir, processes_of
 
 logger = logging.getLogger(__name__)
 
@@ -196,12 +196,11 @@ def _tell_of_shared_memory(settings: Mapping[str, Any]) -> None:
 
 def _end_processes(folder: Path) -> None:
     """End Ray's own processes that are still there: a raylet without its store waits for that for a minute."""
-    wanted, user = f"{folder}/session".encode(), os.getuid()
-    for entry in Path("/proc").glob("[0-9]*"):
+    for pid in processes_of(str(Owner.current())):
         with contextlib.suppress(OSError):
-            ours = entry.stat().st_uid == user and int(entry.name) != os.getpid()
-            if ours and wanted in (entry / "cmdline").read_bytes():
-                os.kill(int(entry.name), signal.SIGKILL)
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if command.startswith(b"ray::") or f"{folder}/session".encode() in command:
+                os.kill(pid, signal.SIGKILL)
 
 
 def _remove(folder: Path) -> None:
