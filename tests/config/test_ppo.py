@@ -264,7 +264,8 @@ def test_the_smallest_command_line(ppo):
         (
             ["trainer.deterministic=True", f"{ARR}.rollout.agent.default_agent_loop=single_turn_agent"],
             "trainer.deterministic=True: agent loops are batched as they arrive, and what a batch rounds depends on "
-            "who is in it; leave it off, or generate with rollout.name=hf or vllm without agents",
+            "who is in it; generate with rollout.name=hf and rollout.max_num_seqs=1, which computes one sequence at a "
+            "time, or leave it off",
         ),
         (
             [f"{ARR}.rollout.mode=async", f"{ARR}.rollout.checkpoint_engine.backend=disk"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.e2e
 
 Run = Callable[..., list[dict[str, Any]]]
 R = "actor_rollout_ref.rollout"
+CLOCKS = re.compile(r"^(timing|perf/|weight_sync/)|^agent/(\w+_seconds|engine_idle_fraction)")
 
 # a random model calls no tool: in this format everything that it says is a call
 PLUGIN = '''
@@ -126,6 +128,26 @@ def test_agent_loops_on_servers_make_the_trajectories_that_those_in_the_workers_
     assert got == expected
     traces = [json.loads(line) for file in (tmp_path / "traces").glob("agents*.jsonl") for line in file.open()]
     assert len({trace["session"] for trace in traces}) == 16
+
+
+def test_an_agent_run_repeats_bit_for_bit_whenever_its_tools_answer(
+    run_training: Run, agents: list[str], tmp_path: Path
+) -> None:
+    """Requests arrive at the servers in another order in each run; one sequence at a time rounds alike."""
+    slow = "import random, time\n\n" + PLUGIN.replace(
+        "    return ToolResponse", "    time.sleep(random.SystemRandom().random() / 20)\n    return ToolResponse"
+    )
+    (tmp_path / "agents_plugin.py").write_text(slow)
+    keys = [f"{R}.mode=async", f"{R}.num_replicas=2", f"{R}.agent.num_workers=2", f"{R}.max_num_seqs=1"]
+    runs = [
+        run_training(*agents, *keys, "trainer.deterministic=True", "trainer.total_training_steps=2") for _ in range(2)
+    ]
+    once, again = (
+        [{name: value for name, value in row["data"].items() if not CLOCKS.search(name)} for row in rows]
+        for rows in runs
+    )
+    assert any(name.startswith("rollout_corr/") for name in once[0])
+    assert again == once
 
 
 GAME = """

@@ -428,11 +428,13 @@ class PPOConfig(Config):
                 "use trainer.controller=ray, or mode=sync"
             )
         rollout = self.actor_rollout_ref.rollout
-        if trainer.deterministic and (rollout.agent_loop is not None or rollout.name == "sglang"):
+        served = rollout.agent_loop is not None or rollout.name == "sglang"
+        if trainer.deterministic and served and (rollout.name != "hf" or rollout.max_num_seqs > 1):
             which = "agent loops" if rollout.agent_loop is not None else "requests to rollout.name='sglang'"
             yield (
                 f"trainer.deterministic=True: {which} are batched as they arrive, and what a batch rounds depends on "
-                "who is in it; leave it off, or generate with rollout.name=hf or vllm without agents"
+                "who is in it; generate with rollout.name=hf and rollout.max_num_seqs=1, which computes one sequence "
+                "at a time, or leave it off"
             )
         parallel = rollout.tensor_model_parallel_size
         if trainer.n_gpus_per_node % parallel:
