@@ -35,6 +35,17 @@ def test_an_owner_reads_back_and_is_told_apart_from_a_later_process_of_the_same_
         assert Owner.parse(text) is None
 
 
+def test_processes_of_another_machine_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines may share a temporary folder, and their namespaces of process ids have equal numbers."""
+    dead = dead_owner()
+    (tmp_path / f"verl-weights-{dead}-ab12").write_text("")
+    monkeypatch.setattr(owned, "boot_id", lambda: "another machine")
+    assert not dead.is_gone()
+    assert sweep([tmp_path]) == []
+    monkeypatch.undo()
+    assert len(sweep([tmp_path])) == 1
+
+
 def test_a_sweep_takes_what_has_no_owner_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(owned.OWNER_VARIABLE, str(Owner.current()))  # this process has a watcher, so to starts none
     mine, short = make_owned_dir("weights", tmp_path), make_short_dir(tmp_path)

@@ -13,9 +13,12 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 #: in the environment of every process that a program starts: the program's identity
@@ -26,8 +29,8 @@ _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _NAME = re.compile(r"^verl-[a-z]+(?:-[a-z]+)*-(?P<owner>[0-9a-z]+\.[0-9a-z]+\.[0-9a-z]+)(?:-|$)")
 _SHORT = re.compile(r"^verl-ray-[0-9a-f]{3}$")
 _SHARED_MEMORY = Path("/dev/shm")
-#: copies of model directories that the processes of this machine share
-SHARED_COPIES = _SHARED_MEMORY / "verl-models"
+#: copies of model directories that this user's processes on this machine share
+SHARED_COPIES = _SHARED_MEMORY / f"verl-models-{os.getuid()}"
 _USERS = ".users"
 
 
@@ -36,7 +39,7 @@ class Owner:
     """A process of this machine, told apart from a later one with the same id by its start.
 
     Attributes:
-        space: of process ids; containers have their own.
+        space: of process ids; machines and containers have their own.
         pid: process id.
         started: clock ticks after the machine's start; 0 where the system does not tell.
     """
@@ -63,7 +66,7 @@ class Owner:
         return cls(_space(), os.getpid(), start_of(os.getpid()) or 0)
 
     def is_gone(self) -> bool:
-        """Whether the process has certainly ended; False for one that cannot be seen from here."""
+        """Whether the process has certainly ended; False for one of another machine or container."""
         if self.space != _space():
             return False
         started = start_of(self.pid)
@@ -255,11 +258,24 @@ def processes_of(owner: str) -> list[int]:
 
 
 def _space() -> int:
-    """Number of the process-id namespace; 0 where there is none."""
+    """Tells this machine and its process-id namespace from others, which may share a temporary folder with it.
+
+    The namespace alone does not: its number is the same on every machine that runs no container.
+    """
     try:
-        return os.stat("/proc/self/ns/pid").st_ino
+        namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
-        return 0
+        namespace = 0
+    return zlib.crc32(f"{boot_id()} {namespace}".encode())
+
+
+@cache
+def boot_id() -> str:
+    """Tells this start of this machine from all others."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def _short(number: int) -> str:

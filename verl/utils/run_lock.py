@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from verl.errors import ConfigError
 from verl.utils.fs import ensure_writable_dir, write_error
-from verl.utils.owned import Owner
+from verl.utils.owned import Owner, boot_id
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class DirectoryLock:
             f"{self.purpose}={str(self.directory)!r}: another run works there: {_who(holder)}. Two runs in one place "
             "destroy each other's files: wait for it, end it, or choose another directory"
         )
-        if holder.get("boot", _boot()) != _boot():
+        if holder.get("boot", boot_id()) != boot_id():
             message += (
                 f". If that machine is gone, the lock counts as left behind {STALE_S:.0f} s after its last sign of "
                 f"life; or remove {self.path}"
@@ -176,7 +176,7 @@ def _write(fd: int, directory: Path) -> None:
     program = " ".join(Path(word).name if number == 0 else word for number, word in enumerate(sys.argv[:2]))
     holder = {
         "host": socket.gethostname(),
-        "boot": _boot(),
+        "boot": boot_id(),
         "pid": os.getpid(),
         "owner": str(Owner.current()),
         "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -191,7 +191,7 @@ def _write(fd: int, directory: Path) -> None:
 def _lives(holder: dict[str, Any], fd: int, directory: Path) -> bool:
     """Whether a holder lives although the operating system gave us the lock."""
     owner = Owner.parse(holder["owner"])
-    if holder.get("boot") == _boot():
+    if holder.get("boot") == boot_id():
         if owner is None or owner.space != Owner.current().space:
             return False  # one kernel: its locks are right
         return owner.pid != os.getpid() and not owner.is_gone()
@@ -215,14 +215,6 @@ def _who(holder: dict[str, Any]) -> str:
         f"process {holder.get('pid', '?')} ({holder.get('program', '?')}) on {holder.get('host', '?')} since "
         f"{holder.get('since', '?')}"
     )
-
-
-def _boot() -> str:
-    """Tells this start of this machine from all others."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def _inode(path: Path) -> int:
