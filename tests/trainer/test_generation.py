@@ -165,9 +165,9 @@ def test_all_bad_prompts_are_named_before_a_model_is_loaded(prompts: str, tiny_m
 
 def test_all_bad_rows_of_an_evaluation_are_named(tmp_path: Path) -> None:
     rows = [
-        {"data_source": "a", "responses": "x", "reward_model": '{"ground_truth": "1"}'},
-        {"data_source": "a", "responses": [], "reward_model": {"ground_truth": "1"}, "extra_info": "no"},
-        {"data_source": "a", "responses": "x", "reward_model": {"ground_truth": None}},
+        {"data_source": "openai/gsm8k", "responses": "x", "reward_model": '{"ground_truth": "1"}'},
+        {"data_source": "openai/gsm8k", "responses": [], "reward_model": {"ground_truth": "1"}, "extra_info": "no"},
+        {"data_source": "openai/gsm8k", "responses": "x", "reward_model": {"ground_truth": None}},
         {"data_source": ["a"], "responses": "x", "reward_model": "1"},
     ]
     (tmp_path / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -176,7 +176,7 @@ def test_all_bad_rows_of_an_evaluation_are_named(tmp_path: Path) -> None:
     for words in (
         "line 2, column 'responses' is [] (list); expected a text",
         "line 2, column 'extra_info' is 'no'",
-        "line 3, column 'reward_model' has no 'ground_truth'",
+        "line 3, columns 'data_source' and 'reward_model': data_source='openai/gsm8k': ground_truth=None",
         "line 4, column 'data_source'",
         "line 4, column 'reward_model'",
     ):
@@ -214,6 +214,14 @@ def eval_config(answers: str, *more: str) -> EvalConfig:
     return load_config(
         EvalConfig, "evaluation", [f"data.path={answers}", f"custom_reward_function.path={reward}", *more]
     )
+
+
+def test_a_function_without_a_rule_takes_rows_without_a_reference(answers: str) -> None:
+    row = {"data_source": "a", "reward_model": {"style": "rule", "ground_truth": None}, "responses": ["1", "x"]}
+    Path(answers).write_text(json.dumps(row) + "\n")
+    function = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+    Path(answers).with_name("reward.py").write_text(f"{function}    return float(ground_truth is None)\n")
+    assert evaluate(eval_config(answers))["a"]["score"]["mean"] == 1.0
 
 
 def test_scores_and_pass_at_k_per_source(answers: str, tmp_path: Path) -> None:

@@ -78,14 +78,6 @@ def optional_mapping(value: Any) -> dict[str, Any] | None:
     return None if value is None or (isinstance(value, str) and value.strip() == "null") else mapping(value)
 
 
-def reference(value: Any) -> dict[str, Any]:
-    """What a response is compared with: a mapping that has ``ground_truth``."""
-    read = mapping(value)
-    if "ground_truth" not in read:
-        raise DataError(f"has no 'ground_truth' (null is none): {short(value)}; the reward needs one")
-    return read
-
-
 def extra_info(value: Any) -> dict[str, Any]:
     """The ``extra_info`` of a row, with the mappings inside it read; empty where there is none."""
     extra = optional_mapping(value) or {}

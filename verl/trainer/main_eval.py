@@ -26,6 +26,7 @@ from verl.utils.program import exit_code, start_program
 
 if TYPE_CHECKING:
     from verl.data.files import Rows
+    from verl.rewards.function import ScoreFunction
     from verl.rewards.outcome import RewardOutcome
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ def evaluate(config: EvalConfig) -> Result:
         RewardError: a response could not be scored and ``reward.on_error`` or ``on_timeout`` is ``stop``.
     """
     from verl.data.files import Rows
+    from verl.rewards.loading import configured_function
 
     config.check_files()
     data = config.data
@@ -52,8 +54,10 @@ def evaluate(config: EvalConfig) -> Result:
         if path := getattr(data, key):
             ensure_writable_dir(Path(path).expanduser().absolute().parent, purpose=f"directory of data.{key}")
     rows = Rows(data.path, required=[data.response_key, data.data_source_key, data.reward_model_key])
-    calls, owners = _calls(rows, config)
-    scores, passed = _score(calls, owners, rows, config)
+    function = configured_function(config.reward)
+    function.check_signature()
+    calls, owners = _calls(rows, config, function)
+    scores, passed = _score(calls, owners, rows, config, function)
     if data.scores_path:
         lines = (
             dumps_json({"row": row, "data_source": call["data_source"], "score": score}) + "\n"
@@ -79,14 +83,19 @@ def evaluate(config: EvalConfig) -> Result:
     return result
 
 
-def _calls(rows: Rows, config: EvalConfig) -> tuple[list[dict[str, Any]], list[int]]:
-    """What the reward function is called with, and the row of each call."""
+def _calls(rows: Rows, config: EvalConfig, function: ScoreFunction) -> tuple[list[dict[str, Any]], list[int]]:
+    """What the reward function is called with, and the row of each call.
+
+    Raises:
+        DataError: rows or their references are not as the function needs them; names all of them.
+    """
     from verl.data import forms
     from verl.data.row_gate import Column, Problems, RowGate
+    from verl.rewards.references import row_problem
 
     data = config.data
     read = {"responses": data.response_key, "source": data.data_source_key, "reference": data.reward_model_key}
-    forms_of = {"responses": forms.texts, "source": forms.source, "reference": forms.reference}
+    forms_of = {"responses": forms.texts, "source": forms.source, "reference": forms.mapping}
     gate = RowGate(
         rows,
         [
@@ -100,13 +109,18 @@ def _calls(rows: Rows, config: EvalConfig) -> tuple[list[dict[str, Any]], list[i
     for number, row in gate.passed(range(len(rows)), problems):
         if row is None:
             continue
+        origin, reference, extra = row["__source__"], row["__reference__"], row.get("__extra_info__") or {}
+        if problem := row_problem(function.reference_problem, origin, reference, extra):
+            keys = f"columns {data.data_source_key!r} and {data.reward_model_key!r}"
+            problems.add(DataError(f"{rows.place(number)}, {keys}: {problem}"))
+            continue
         for text in row["__responses__"]:
             calls.append(
                 {
-                    "data_source": row["__source__"],
+                    "data_source": origin,
                     "solution_str": text,
-                    "ground_truth": row["__reference__"]["ground_truth"],
-                    "extra_info": dict(row.get("__extra_info__") or {}),
+                    "ground_truth": reference.get("ground_truth"),
+                    "extra_info": dict(extra),
                 }
             )
             owners.append(number)
@@ -115,24 +129,15 @@ def _calls(rows: Rows, config: EvalConfig) -> tuple[list[dict[str, Any]], list[i
 
 
 def _score(
-    calls: list[dict[str, Any]], owners: list[int], rows: Rows, config: EvalConfig
+    calls: list[dict[str, Any]], owners: list[int], rows: Rows, config: EvalConfig, function: ScoreFunction
 ) -> tuple[list[float | None], list[bool | None]]:
     """Score of each response and whether it passes; None where the function abstained or failed by policy."""
-    from verl.data.row_gate import Problems
-    from verl.rewards.loading import configured_function, scoring_options
+    from verl.rewards.loading import scoring_options
     from verl.rewards.outcome import checked_score
     from verl.rewards.policy import Action, resolve
     from verl.rewards.scoring import make_scorer
 
     options = scoring_options(config.reward)
-    function = configured_function(config.reward)
-    function.check_signature()
-    problems = Problems()
-    for owner, call in dict(zip(owners, calls, strict=True)).items():  # once for each row
-        problem = function.reference_problem(call["data_source"], call["ground_truth"], call["extra_info"])
-        if problem is not None:
-            problems.add(DataError(f"{rows.place(owner)}, column {config.data.reward_model_key!r}: {problem}"))
-    problems.stop()
     scorer = make_scorer(function, options)
     try:
         outcomes: list[RewardOutcome] = scorer.score(calls)
