@@ -135,6 +135,26 @@ def test_models_that_do_not_work_here_are_named(model_type: str, tmp_path: Path)
         check_model(ModelConfig(path=str(tmp_path)), "model")
 
 
+@pytest.mark.parametrize("model_type", ["llama4", "llama4_text", "mllama"])
+def test_models_whose_backbone_is_not_apart_are_named(model_type: str, tmp_path: Path) -> None:
+    """The engine needs hidden states; such models give logits alone."""
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"model type '{model_type}' is not supported: .* no backbone .*models.md"):
+        check_model(ModelConfig(path=str(tmp_path)), "model")
+    check_model(ModelConfig(path=str(tmp_path)), "model", trained=False)
+
+
+def test_a_model_with_parts_besides_text_passes(tmp_path: Path) -> None:
+    """Their text alone is trained, as with every other language model."""
+    AutoConfig.for_model("gemma3").save_pretrained(tmp_path)
+    check_model(ModelConfig(path=str(tmp_path)), "model")
+
+
+def test_a_model_of_fewer_layers_than_its_files_passes(tmp_path: Path) -> None:
+    path = make_tiny_model_dir(tmp_path)
+    check_model(ModelConfig(path=path, override_config={"num_hidden_layers": 1}), "model")
+
+
 def test_a_causal_model_with_a_field_of_encoders_passes(tmp_path: Path) -> None:
     make_model(make_config("gpt_neox")).save_pretrained(tmp_path)
     check_model(ModelConfig(path=str(tmp_path)), "model")

@@ -9,11 +9,12 @@ import json
 import re
 import struct
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from verl.errors import ConfigError, VerlError
@@ -48,10 +49,11 @@ def check_model(model_config: ModelConfig, key: str, *, trained: bool = True) ->
     directory = resolve_model_dir(model_config.path)
     problems = list(_unreadable(directory, model_config))
     if not problems:
-        config = load_hf_config(model_config)
+        # nothing is copied to shared memory for a look at headers
+        config = load_hf_config(replace(model_config, use_shm=False))
         problems = [problem for problem in (_unsupported(config, trained),) if problem]
         if not problems:
-            problems = list(_wrong_files(directory, config))
+            problems = list(_wrong_files(directory, config, changed=bool(model_config.override_config)))
     if problems:
         raise ConfigError(f"{key}.path={model_config.path}: " + "; ".join(problems))
 
@@ -110,6 +112,11 @@ def _unsupported(config: PreTrainedConfig, trained: bool) -> str | None:
         )
     if not remote and _looks_both_ways(config):
         return f"model type {kind!r} reads text in both directions; causal language models are supported {advice}"
+    model = _language_model(config) if trained else None
+    if model is not None and model.base_model is model:
+        return (
+            f"model type {kind!r} is not supported: {type(model).__name__} has no backbone apart from its head {advice}"
+        )
     method = getattr(config, "quantization_config", None)
     if trained and method:
         name = method.get("quant_method") if isinstance(method, Mapping) else getattr(method, "quant_method", None)
@@ -126,8 +133,14 @@ def _looks_both_ways(config: PreTrainedConfig) -> bool:
 # ---------------------------------------------------------------------------- files of weights
 
 
-def _wrong_files(directory: Path, config: PreTrainedConfig) -> Iterator[str]:
-    """What is wrong with safetensors files, by their headers; nothing is said of other kinds."""
+def _wrong_files(directory: Path, config: PreTrainedConfig, *, changed: bool) -> Iterator[str]:
+    """What is wrong with safetensors files, by their headers; files of other kinds are not checked.
+
+    Args:
+        directory: of the model.
+        config: of the model as it is built.
+        changed: ``override_config`` changes it: with fewer layers the files have tensors that are not read.
+    """
     expected: dict[str, list[str]] = {}  # file -> tensors that the index has there; none: whatever it has
     if (directory / INDEX).is_file():
         table = _json_object(directory / INDEX)
@@ -156,7 +169,7 @@ def _wrong_files(directory: Path, config: PreTrainedConfig) -> Iterator[str]:
         return
     if wrong := [name for name, (kind, _) in stored.items() if kind not in _FLOATING and _is_weight(name)]:
         yield f"{_some(wrong)} of type {stored[wrong[0]][0]}: weights are floating-point numbers"
-    yield from _foreign(stored, config)
+    yield from _foreign(stored, config, changed=changed)
 
 
 def _header(file: Path) -> dict[str, tuple[str, list[int]]] | str:
@@ -185,16 +198,25 @@ def _is_weight(name: str) -> bool:
     return name.endswith((".weight", ".bias"))
 
 
-def _foreign(stored: Mapping[str, tuple[str, list[int]]], config: PreTrainedConfig) -> Iterator[str]:
-    """Tensors that the architecture does not have, and that it has and the files lack."""
+def _language_model(config: PreTrainedConfig) -> PreTrainedModel | None:
+    """The language model without memory for its weights; None where its code comes with it or cannot build it so."""
     if not type(config).__module__.startswith("transformers."):
-        return
+        return None
     try:
+        model_class = language_model_class(config)._model_mapping[type(config)]
+        text = config.get_text_config()
         with torch.device("meta"), quiet_transformers():
-            model = language_model_class(config)._model_mapping[type(config)]._from_config(config)
+            return model_class._from_config(text if model_class.config_class is type(text) else config)  # type: ignore[no-any-return]
     except VerlError:
         raise
-    except Exception:  # noqa: BLE001 - said where the model is built
+    except Exception:  # noqa: BLE001 - reported where the model is built
+        return None
+
+
+def _foreign(stored: Mapping[str, tuple[str, list[int]]], config: PreTrainedConfig, *, changed: bool) -> Iterator[str]:
+    """Tensors that the architecture does not have, and that it has and the files lack."""
+    model = _language_model(config)
+    if model is None or type(model.config) is not type(config):  # the files hold more than the language model
         return
     if get_model_conversion_mapping(model, add_legacy=False):  # files name tensors in another way
         return
@@ -204,7 +226,7 @@ def _foreign(stored: Mapping[str, tuple[str, list[int]]], config: PreTrainedConf
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), _UNREAD.pattern, _HEADS.pattern]
     extra = [name for name in stored if name.removeprefix(prefix) not in shapes and not _matches(name, ignored)]
     kind = f"{type(model).__name__} (model type {config.model_type!r})"
-    if extra:
+    if extra and not changed:
         yield f"{_some(extra)}: {kind} has no such tensors; config.json and weights are of different models"
     optional = [*(model._keys_to_ignore_on_load_missing or ()), _HEADS.pattern]
     tied = {name.removeprefix(prefix) for name in getattr(model, "all_tied_weights_keys", None) or ()}
