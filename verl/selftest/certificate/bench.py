@@ -31,6 +31,7 @@ from verl.selftest.certificate.plain import PlainModel
 from verl.selftest.certificate.rows import Rows, first_difference, make_rows
 from verl.selftest.certificate.subject import Subject
 from verl.selftest.compare import GRADIENT_FLOOR, Deviation
+from verl.utils.tokenizer import textless_tokens
 from verl.workers.engine.base import MicroBatching
 from verl.workers.rollout.settings import special_tokens
 
@@ -78,14 +79,12 @@ class Bench:
 
     @cached_property
     def allowed(self) -> Tensor | None:
-        """(V,) bool: tokens that the tokenizer has; None where all of them may be sampled."""
+        """(V,) bool: tokens that have a text; None where all of them have one."""
         tokenizer = self.subject.tokenizer
         if tokenizer is None:
             return None
-        known = torch.zeros(self.subject.vocabulary, dtype=torch.bool)
-        named = {number for text, number in tokenizer.get_vocab().items() if text}
-        ids = torch.tensor(sorted(named | {n for n, token in tokenizer.added_tokens_decoder.items() if token.content}))
-        known[ids[ids < len(known)]] = True
+        known = torch.ones(self.subject.vocabulary, dtype=torch.bool)
+        known[list(textless_tokens(tokenizer, len(known)))] = False
         return None if bool(known.all()) else known
 
     @cached_property
@@ -194,7 +193,7 @@ class Bench:
 
     @property
     def layouts(self) -> dict[str, bool]:
-        """``packed`` and ``padded``, as far as the engine has them."""
+        """``packed`` and ``padded``, if the engine supports them."""
         return {
             name: packed
             for name, packed in (("packed", True), ("padded", False))
