@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,7 @@ def fingerprint_of_run(config: Config, datasets: Mapping[str, Any]) -> Fingerpri
         ConfigError: a file cannot be read.
     """
     contents: dict[str, Digests] = {}
+    models = cache(model_digests)  # several roles often begin with one model
     for key in used_keys(config):
         value = _value_of(config, key.path)
         if not value or (key.affects not in ("file", "model") and key.path not in datasets):
@@ -121,7 +123,7 @@ def fingerprint_of_run(config: Config, datasets: Mapping[str, Any]) -> Fingerpri
             if key.path in datasets:
                 digests: Digests = _rows(datasets[key.path], value)
             else:
-                digests = model_digests(value) if key.affects == "model" else code_digests(value)
+                digests = models(value) if key.affects == "model" else code_digests(value)
         except OSError as error:
             raise ConfigError(f"{key.path}={value!r}: cannot be read: {error}") from error
         if digests:
