@@ -65,7 +65,7 @@ def verify_checksums(root: Path, *, leave_out: Collection[str] = ()) -> None:
         expected = _parse(path)
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(
-            f"{path} cannot be read, so that nothing tells whether the checkpoint is whole: {error}. Copy the "
+            f"{path} cannot be read, so the checkpoint cannot be verified: {error}. Copy the "
             "checkpoint again, or use it unchecked with trainer.verify_checkpoint=False"
         ) from error
     unnamed = sorted(set(_files(root)) - expected.keys() - {CHECKSUM_FILE, *leave_out})

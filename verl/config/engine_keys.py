@@ -36,7 +36,7 @@ VLLM_KEYS = {
     "max_loras": "there is one adapter, the policy's; leave it out",
     "max_cpu_loras": "there is one adapter, the policy's; leave it out",
     "lora_target_modules": "set by model.target_modules; leave it out",
-    "worker_extension_cls": "it is how weights are handed over; leave it out",
+    "worker_extension_cls": "weight sync needs its own; leave it out",
     "trust_remote_code": "use model.trust_remote_code",
     "hf_overrides": "use model.override_config",
     "hf_config_path": "the model is model.path; leave it out",
@@ -89,10 +89,10 @@ SGLANG_KEYS = {
 }
 
 _RANKS = (
-    "changes how ranks share the model, and weights and requests are handed over by the layout of rollout."
-    "tensor_model_parallel_size; every group of ranks is a replica already, so leave it out"
+    "changes how ranks share the model, and weight sync and requests follow rollout.tensor_model_parallel_size; every "
+    "group of ranks is a replica already, so leave it out"
 )
-_EXPERTS = "spreads experts over ranks in a way that weights are not handed over by; leave it out"
+_EXPERTS = "spreads experts over ranks, which weight sync does not support; leave it out"
 _SPECULATION = (
     "speculative decoding is not verified to sample from the policy, and log-probabilities may be missing; leave it out"
 )

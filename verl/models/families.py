@@ -118,7 +118,7 @@ def require_agreement(
 
 @contextmanager
 def named_failures(config: PreTrainedConfig, doing: str) -> Iterator[None]:
-    """Within the context, whatever the code of an untested family raises is said in one sentence that names the family.
+    """Within the context, an error of an untested family's code becomes one sentence that names the family.
 
     Args:
         config: of the model. Errors of tested families pass unchanged: they are faults of this library or of the data.

@@ -29,7 +29,7 @@ example:
   verl selftest --model Qwen/Qwen3-8B --layers 4 --rollout vllm --lora
 """
 
-#: options that belong to one mode, and what they are when nobody gives them
+#: options of one mode only, and their defaults
 _CERTIFICATE = {
     "engine": None,
     "rollout": None,

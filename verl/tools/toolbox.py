@@ -119,7 +119,7 @@ class ToolBox:
         self._created: dict[str, asyncio.Task[None]] = {}
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Carry out a call; whatever goes wrong is told in the result.
+        """Carry out a call; the result describes any failure.
 
         Raises:
             ScoreError: the tool gave a reward that is no finite number.

@@ -79,10 +79,10 @@ class RunReport:
                     self.tracks[name] = Track(point, point, point)
         self.health.look(metrics, step)
 
-    # ---- what is told -------------------------------------------------------------------------------------------
+    # ---- the text -----------------------------------------------------------------------------------------------
 
     def lines(self, step: int, *, root: Path, model: Path | None, checkpoint: Path | None, stopped: bool) -> list[str]:
-        """The closing lines of a run that was not interrupted by an error; the last one names what to go on with.
+        """The closing lines of a run that was not interrupted by an error; the last one names what to continue with.
 
         Args:
             step: the last one.
@@ -139,7 +139,7 @@ class RunReport:
 
 
 @contextmanager
-def told_when_it_fails(state: Callable[[], str]) -> Iterator[None]:
+def state_logged_on_failure(state: Callable[[], str]) -> Iterator[None]:
     """Say what is saved when an error ends the training.
 
     Args:

@@ -51,7 +51,7 @@ class TaskRunner:
         Returns:
             False if the run saved and ended before its last step, because of a signal or a deadline.
         """
-        from verl.trainer.closing import told_when_it_fails
+        from verl.trainer.closing import state_logged_on_failure
         from verl.trainer.run_record import write_record
         from verl.utils.seeding import deterministic
 
@@ -62,7 +62,7 @@ class TaskRunner:
                     trainer.validate_only()
                     return not trainer.stopped
                 write_record(self.config, trainer.saver.manager)  # not before all that can be wrong is found
-                with told_when_it_fails(self.account):
+                with state_logged_on_failure(self.account):
                     trainer.fit()
             if trainer.stopped:
                 require_saved(self.config.trainer.save_freq)
@@ -142,7 +142,7 @@ class TaskRunner:
                 ensure_writable_dir(directory, purpose=f"directory for samples, trainer.{key}")
         self.lock_directories()
         checkpoints = CheckpointManager.from_config(trainer)
-        # a resume path that does not exist, or is another experiment's, is told now, not after the models are loaded
+        # report a resume path that does not exist, or of another experiment, before the models are loaded
         resumed = self.open_run(checkpoints, train_loader, val_loader)
         if resumed is not None and resumed.parent == checkpoints.root:  # from elsewhere it is a run of its own
             self.run_ids = load_trainer_state(resumed).get("tracker", {})

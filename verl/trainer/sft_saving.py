@@ -199,7 +199,7 @@ class SFTSaver:
         return self.complete()
 
     def complete(self) -> Path | None:
-        """:meth:`newest` as far as it is known, without waiting for a save that is being written."""
+        """:meth:`newest`, without waiting for a save that is being written."""
         return self._newest
 
     def _find(self) -> str | None:

@@ -24,7 +24,7 @@ from verl.data import has_images
 from verl.data.loader import ResumableDataLoader, create_dataloader
 from verl.data.sft_dataset import SFTCollator, SFTDataset, check_examples, create_examples
 from verl.models.directory import check_model
-from verl.trainer.closing import RunReport, print_lines, told_when_it_fails
+from verl.trainer.closing import RunReport, print_lines, state_logged_on_failure
 from verl.trainer.image_checks import engine_problems, model_problems, refuse
 from verl.trainer.run_record import open_run, write_record
 from verl.trainer.sft_saving import SFTSaver, on_rank_zero
@@ -436,7 +436,7 @@ def run(trainer: SFTTrainer) -> dict[str, float] | None:
     try:
         if trainer.saver.manager is not None:
             write_record(trainer.config, trainer.saver.manager)  # not before all that can be wrong is found
-        with trainer.watch, account(state), told_when_it_fails(state) if first else nullcontext():
+        with trainer.watch, account(state), state_logged_on_failure(state) if first else nullcontext():
             metrics = trainer.fit()
         if trainer.stopped:
             require_saved(trainer.config.trainer.save_freq)

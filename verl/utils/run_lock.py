@@ -210,7 +210,7 @@ def _age(fd: int, directory: Path) -> float:
 
 def _who(holder: dict[str, Any]) -> str:
     if not holder:
-        return "a process that has not said who it is"
+        return "an unknown process"
     return (
         f"process {holder.get('pid', '?')} ({holder.get('program', '?')}) on {holder.get('host', '?')} since "
         f"{holder.get('since', '?')}"

@@ -27,7 +27,7 @@ from verl.workers.losses import actor_loss
 _ALWAYS = frozenset(
     {*STAGES["rollout"], "rollout_log_probs", "old_log_probs", "uid", "token_level_scores", "token_level_rewards"}
 )
-#: seconds for references at start-up, and the problems that are told
+#: seconds for the check of references at start-up
 _CHECK_S = 60.0
 _REMEDIES = {
     "values": "set critic.enable=True",

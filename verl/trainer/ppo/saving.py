@@ -185,5 +185,5 @@ class RunSaver:
         return self.complete()
 
     def complete(self) -> Path | None:
-        """:meth:`newest` as far as it is known, without waiting for a save that is being written."""
+        """:meth:`newest`, without waiting for a save that is being written."""
         return self._loaded if self.saved_step is None else self.manager.step_dir(self.saved_step)
