@@ -8,6 +8,7 @@ The module reads a batch through ``batch`` and ``non_tensor_batch``, or as a pla
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -217,6 +218,9 @@ SCORE_OUTCOME = "score_outcome"
 #: begins the columns with what a reward function reports besides the score
 REPORTED_PREFIX = "reward_"
 
+#: columns in which pandas stores the labels of rows, after a filter for example; no program reads them
+_ROW_LABELS = re.compile(r"__index_level_\d+__")
+
 #: columns that are no fields, with what they hold
 PRIVATE: Mapping[str, str] = {
     AGENT_EXTRA: "what agent loops return besides tokens",
@@ -233,7 +237,7 @@ def reserved_for(name: str) -> str | None:
         return None if field.made_by == _FROM_FILES else f"made by {field.made_by}: {field.doc.rstrip('.')}"
     if name in PRIVATE:
         return PRIVATE[name]
-    if name.startswith("__"):
+    if name.startswith("__") and not _ROW_LABELS.fullmatch(name):
         return "values of the run, whose names begin with two underscores"
     if name.startswith(REPORTED_PREFIX):
         return f"what the reward function reports as {name.removeprefix(REPORTED_PREFIX)!r}"

@@ -218,6 +218,7 @@ def test_reserved_names_are_refused_together_and_others_are_not() -> None:
     with pytest.raises(DataError, match="'__mine__'.*'reward_acc'.*rename them"):
         check_names(["__mine__", "reward_acc", "answer"])
     check_names([*(name for name, field in FIELDS.items() if field.made_by == "data"), "question", "_private", "split"])
+    check_names(["__index_level_0__"])  # pandas writes it after a filter
     check_names(["prompts"], read=["prompts"])  # the run takes the prompt out of its column
 
 

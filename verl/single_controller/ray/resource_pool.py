@@ -171,7 +171,8 @@ class RayResourcePool(ResourcePool):
         if len(self.store) > len(nodes):
             raise ConfigError(
                 f"process_on_nodes={self.store} asks for {len(self.store)} nodes{kind}, the Ray cluster has "
-                f"{len(nodes)}; set trainer.nnodes accordingly or add nodes"
+                f"{len(nodes)}; set trainer.nnodes accordingly, add nodes, or name the cluster to join "
+                "(ray_kwargs.ray_init.address=auto, or the variable RAY_ADDRESS)"
             )
         if not self.use_gpu:
             return
