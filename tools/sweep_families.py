@@ -95,7 +95,7 @@ def build(kind: str, directory: str) -> str | None:
                     parameter.mul_(3.0)
         model.save_pretrained(directory)
     except Exception as error:  # noqa: BLE001 - a configuration that these sizes do not fit
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}"
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
     return None
 
 

@@ -37,6 +37,7 @@ def make_model_dir(directory: Path, surplus: int = SURPLUS, **settings: Any) -> 
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4.0)
+        model.get_input_embeddings().weight[TOKENS:] *= 2.0  # tied to the head: large logits, of either sign
     model.save_pretrained(path)
     return path
 

@@ -73,10 +73,8 @@ def check_reference(ground_truth: Any, extra_info: Mapping[str, Any] | None, dat
         return
     outcome = HELPER(task=task, answer=str(entry["answer"]), entry=entry)
     if outcome.score is None:
-        raise DataError(
-            f"extra_info.entry of {data_source!r}: the scorer of reasoning-gym fails on it: "
-            f"{outcome.message.strip().splitlines()[-1]}"
-        )
+        reason = outcome.message.strip().rpartition("\n")[2]
+        raise DataError(f"extra_info.entry of {data_source!r}: the scorer of reasoning-gym fails on it: {reason}")
 
 
 @reads_reference(check_reference)

@@ -7,6 +7,7 @@ it waits for the end of this one and then writes on standard error which calls h
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import mmap
@@ -72,6 +73,13 @@ class _Watch:
                 cwd="/",
             )
         self._watcher.returncode = 0  # it outlives this process, and is not to be waited for
+        atexit.register(self._dismiss)
+
+    def _dismiss(self) -> None:
+        """The interpreter ends in order, by a signal for example, so no call in progress is the cause."""
+        if os.getpid() == self.owner:
+            for slot in range(_SLOTS):
+                _LENGTH.pack_into(self._calls, slot * _SIZE, 0)
 
     def forget(self) -> None:
         """In a fork: leave the pipe to the process that it belongs to."""

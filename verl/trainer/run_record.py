@@ -35,7 +35,7 @@ from verl.data import fingerprint_of
 from verl.errors import ConfigError
 from verl.utils.contents import code_digests, file_digest, model_digests
 from verl.utils.fs import atomic_write_text
-from verl.utils.json_text import dumps_json
+from verl.utils.json_text import dumps_json, valid_text
 from verl.utils.logging import redact, without_secrets
 
 logger = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ def write_record(config: Config, checkpoints: CheckpointManager) -> None:
             return
         _number_earlier(directory)
         for name, text in texts.items():
-            atomic_write_text(directory / name, text)
+            atomic_write_text(directory / name, valid_text(text))
     except OSError as error:
         logger.warning("the record of this run (%s) was not written: %s", ", ".join(RECORDS), error)
 

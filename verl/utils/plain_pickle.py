@@ -47,7 +47,7 @@ def describe_damage(error: BaseException) -> str:
         return "it is empty or ends too early"
     if isinstance(error, pickle.UnpicklingError | RuntimeError) and ("weights_only" in text or "Reader" in text):
         return "it is damaged, or no file that torch.save wrote"
-    return text.splitlines()[0]
+    return text.split("\n")[0]
 
 
 def loads(data: bytes, known: Collection[str]) -> Any:

@@ -160,8 +160,8 @@ def release(place: Place, folder: str) -> None:
 
 
 def full_samples(place: Place) -> None:
-    """Space for the samples of one step."""
-    small(place, "rollout", "4k", fill=False)
+    """Space for the lock of the run and the samples of one step."""
+    small(place, "rollout", "8k", fill=False)
 
 
 def full_samples_are_counted(place: Place, done: Outcome) -> None:
