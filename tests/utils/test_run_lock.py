@@ -73,6 +73,37 @@ def test_another_machine_counts_by_its_signs_of_life(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("system", "takes"),
+    [
+        ("nfs4 server:/home rw,vers=4.2,local_lock=none,addr=10.0.0.1", True),
+        ("nfs server:/home rw,vers=3,local_lock=all", False),
+        ("nfs server:/home rw,vers=3,nolock,local_lock=none", False),
+        ("lustre mgs:/scratch rw,flock,lazystatfs", True),
+        ("lustre mgs:/scratch rw,localflock", False),
+        ("gpfs /dev/gpfs rw", True),
+        ("ext4 /dev/sda1 rw", False),
+    ],
+)
+def test_a_free_lock_that_all_machines_see_is_taken_at_once(
+    system: str, takes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a batch system kills a run and starts it again on another machine."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    write(directory, host="node7", boot="another")
+    device = directory.stat().st_dev
+    mounts = tmp_path / "mountinfo"
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts.write_text(f"21 1 9:9 / /proc rw - proc proc rw\n36 21 {number} / /mnt rw shared:1 - {system}\n")
+    monkeypatch.setattr(run_lock, "_MOUNTS", mounts)
+    if takes:
+        DirectoryLock.take(directory, "key").release()
+    else:
+        with pytest.raises(ConfigError, match="on node7"):
+            DirectoryLock.take(directory, "key")
+
+
 def test_a_live_process_counts_where_the_file_system_has_no_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

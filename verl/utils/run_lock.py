@@ -33,6 +33,7 @@ LOCK_FILE = ".verl-lock"
 BEAT_S = 15.0
 #: a holder on another machine is dead when it gave no sign for so long
 STALE_S = 120.0
+_MOUNTS = Path("/proc/self/mountinfo")
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -195,7 +196,26 @@ def _lives(holder: dict[str, Any], fd: int, directory: Path) -> bool:
         if owner is None or owner.space != Owner.current().space:
             return False  # one kernel: its locks are right
         return owner.pid != os.getpid() and not owner.is_gone()
-    return _age(fd, directory) < STALE_S
+    # the lock is free: where all machines see it, its holder has ended
+    return not _all_machines_see_locks(directory) and _age(fd, directory) < STALE_S
+
+
+def _all_machines_see_locks(directory: Path) -> bool:
+    """Whether the file system of a directory is certainly one whose locks count on every machine that mounts it."""
+    device = directory.stat().st_dev
+    try:
+        lines = _MOUNTS.read_text("utf-8", errors="replace").split("\n")
+    except OSError:
+        return False
+    for line in lines:
+        mount, _, system = line.partition(" - ")
+        numbers, kind = mount.split()[2:3], system.split()
+        if numbers == [f"{os.major(device)}:{os.minor(device)}"] and len(kind) == 3:
+            options = set(kind[2].split(","))
+            if kind[0] in ("nfs", "nfs4"):
+                return "local_lock=none" in options and "nolock" not in options
+            return "flock" in options if kind[0] == "lustre" else kind[0] in ("ceph", "gpfs")
+    return False
 
 
 def _age(fd: int, directory: Path) -> float:
