@@ -227,7 +227,7 @@ def look_through(looks: Iterable[object], size: int, problems: Problems, within_
     for _ in looks:
         count += 1
         if time.monotonic() - started > within_s and count < size:
-            logger.info("%d of %d rows were checked in %.0f s; the others are checked when they are read", count, size, within_s)
+            logger.info("%d of %d rows were checked in %.0f s, the others when they are read", count, size, within_s)
             break
     problems.stop(f" ({count} of {size} rows were checked)" if count < size else "")
     return count

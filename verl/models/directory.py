@@ -163,7 +163,7 @@ def _wrong_files(directory: Path, config: PreTrainedConfig, *, changed: bool) ->
             yield header
             continue
         if lacking := [name for name in names if name not in header]:
-            yield f"{file} lacks {_some(lacking)}, which {INDEX} has there"
+            yield f"{file} lacks {_some(lacking)}, which {INDEX} places there"
         stored |= header
     if broken:
         return
