@@ -97,4 +97,4 @@ def test_a_run_without_validation_is_reported(
     report.report_run(tmp_path, 1, 2.0, "title")
     result = json.loads((tmp_path / "result.json").read_text())
     assert result == {"reward_first": 0.5, "reward_last": 0.5, "steps": 2, "seconds": 2.0, "seed": 1}
-    assert "validation" not in capsys.readouterr().out
+    assert "validation accuracy" not in capsys.readouterr().out

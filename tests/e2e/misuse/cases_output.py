@@ -154,11 +154,6 @@ def small(place: Place, folder: str, size: str, *, fill: bool) -> None:
             pass
 
 
-def release(place: Place, folder: str) -> None:
-    """Take the file system away."""
-    subprocess.run(["umount", str(place.tmp / folder)], check=True)
-
-
 def full_samples(place: Place) -> None:
     """Space for the lock of the run and the samples of one step."""
     small(place, "rollout", "8k", fill=False)
@@ -166,13 +161,10 @@ def full_samples(place: Place) -> None:
 
 def full_samples_are_counted(place: Place, done: Outcome) -> None:
     """Both steps are trained; the loss is counted, and the samples of the first step are whole."""
-    try:
-        assert last_metrics(place)["tracking/failures/samples"] == 1
-        assert done.stderr.count("writing samples to trainer.rollout_data_dir") == 1
-        assert [p.name for p in (place.tmp / "rollout").iterdir()] == ["1.jsonl"]
-        assert len(records(place.tmp / "rollout" / "1.jsonl")) == 16
-    finally:
-        release(place, "rollout")
+    assert last_metrics(place)["tracking/failures/samples"] == 1
+    assert done.stderr.count("writing samples to trainer.rollout_data_dir") == 1
+    assert [p.name for p in (place.tmp / "rollout").iterdir()] == ["1.jsonl"]
+    assert len(records(place.tmp / "rollout" / "1.jsonl")) == 16
 
 
 def full_metrics(place: Place) -> None:
@@ -182,13 +174,10 @@ def full_metrics(place: Place) -> None:
 
 def full_metrics_are_reported(place: Place, done: Outcome) -> None:
     """The steps are on the console, the file is empty and has no half line."""
-    try:
-        assert "step 2/2" in done.stdout
-        assert (place.tmp / "disk" / "metrics.jsonl").read_bytes() == b""
-        assert done.stderr.count("tracker 'file' failed") == 1
-        assert "file: 2 records or values of this run are lost" in done.stderr
-    finally:
-        release(place, "disk")
+    assert "step 2/2" in done.stdout
+    assert (place.tmp / "disk" / "metrics.jsonl").read_bytes() == b""
+    assert done.stderr.count("tracker 'file' failed") == 1
+    assert "file: 2 records or values of this run are lost" in done.stderr
 
 
 def full_events(place: Place) -> None:
@@ -198,11 +187,8 @@ def full_events(place: Place) -> None:
 
 def full_events_are_reported(place: Place, done: Outcome) -> None:
     """The other trackers have both steps."""
-    try:
-        assert last_metrics(place)["tracking/failures/tensorboard"] >= 1
-        assert "tracker 'tensorboard' failed" in done.stderr
-    finally:
-        release(place, "disk")
+    assert last_metrics(place)["tracking/failures/tensorboard"] >= 1
+    assert "tracker 'tensorboard' failed" in done.stderr
 
 
 def result_is_shown(place: Place, done: Outcome) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,8 +45,12 @@ def run(case: Case, zygote: Zygote, place: Place) -> Outcome:
 
 
 @pytest.fixture
-def place(tmp_path: Path, misuse_task: Path, tiny_model_dir: str) -> Place:
-    return Place(tmp=tmp_path, task=misuse_task, model=Path(tiny_model_dir))
+def place(tmp_path: Path, misuse_task: Path, tiny_model_dir: str) -> Iterator[Place]:
+    yield Place(tmp=tmp_path, task=misuse_task, model=Path(tiny_model_dir))
+    mounted = [line.split()[1] for line in Path("/proc/self/mounts").read_text("utf-8").split("\n") if line]
+    for folder in mounted:  # small file systems of a case, however it ended
+        if Path(folder).is_relative_to(tmp_path):
+            subprocess.run(["umount", folder], check=True)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.program}: {case.name}")
