@@ -23,9 +23,6 @@ MAY_SPLIT_LINES = {
     "verl/workers/engine/memory.py",
     "verl/workers/rollout/sglang_process.py",
     "tools/gen_families_reference.py",
-    "tools/sweep_families.py",
-    "verl/rewards/reasoning_gym.py",
-    "verl/utils/plain_pickle.py",
 }
 
 
