@@ -144,6 +144,13 @@ def test_models_whose_backbone_is_not_apart_are_named(model_type: str, tmp_path:
     check_model(ModelConfig(path=str(tmp_path)), "model", trained=False)
 
 
+def test_a_cache_that_cannot_be_sized_is_named(tmp_path: Path) -> None:
+    AutoConfig.for_model("gemma4").save_pretrained(tmp_path)
+    check_model(ModelConfig(path=str(tmp_path)), "model", rollout="vllm")
+    with pytest.raises(ConfigError, match=r"'gemma4' is not supported: sizing its key-value cache .*models.md"):
+        check_model(ModelConfig(path=str(tmp_path)), "model", rollout="hf")
+
+
 def test_a_model_with_parts_besides_text_passes(tmp_path: Path) -> None:
     """Their text alone is trained, as with every other language model."""
     AutoConfig.for_model("gemma3").save_pretrained(tmp_path)

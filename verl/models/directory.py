@@ -18,7 +18,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaske
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from verl.errors import ConfigError, VerlError
+from verl.models.families import named_failures
 from verl.models.loading import language_model_class, load_hf_config, quiet_transformers, resolve_model_dir
+from verl.models.shape import cached_token_bytes
 from verl.models.sliced import INDEX, SINGLE
 from verl.models.vision import FAMILIES, ImageTokens
 
@@ -35,13 +37,14 @@ _HEADS = re.compile(r"^(lm_head|score|classifier|v_head|embed_out|output_layer)\
 _SHOWN = 3
 
 
-def check_model(model_config: ModelConfig, key: str, *, trained: bool = True) -> None:
+def check_model(model_config: ModelConfig, key: str, *, trained: bool = True, rollout: str | None = None) -> None:
     """Refuse a model that cannot work, with all that is wrong.
 
     Args:
         model_config: the section.
         key: its dotted name, for messages.
         trained: weights are trained, or read by a training engine; False: another engine may know more forms of them.
+        rollout: name of the rollout engine that samples from the model; None: none does.
 
     Raises:
         ConfigError: files are missing, damaged or of another model, or the model's type is not supported.
@@ -56,6 +59,9 @@ def check_model(model_config: ModelConfig, key: str, *, trained: bool = True) ->
             problems = list(_wrong_files(directory, config, changed=bool(model_config.override_config)))
     if problems:
         raise ConfigError(f"{key}.path={model_config.path}: " + "; ".join(problems))
+    if rollout == "hf":  # the other engines size their cache themselves
+        with named_failures(config, "sizing its key-value cache"):
+            cached_token_bytes(config, itemsize=1)
 
 
 def _unreadable(directory: Path, model_config: ModelConfig) -> Iterator[str]:

@@ -62,7 +62,7 @@ class Generator:
             raise ConfigError(f"data.output_path={str(self.output)!r} is there already; remove it, or choose another")
         ensure_writable_dir(self.output.parent, purpose="directory of data.output_path")
         model = config.model
-        check_model(model, "model", trained=False)
+        check_model(model, "model", trained=False, rollout=config.rollout.name)
         self.tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
         self.rows: Rows = Rows(config.data.path, required=[config.data.prompt_key])
         self._check_columns()

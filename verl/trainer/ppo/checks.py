@@ -175,7 +175,7 @@ def check_models(config: PPOConfig) -> None:
         import_external_lib(model.external_lib)
         if str(model.path) not in seen:
             seen.add(str(model.path))
-            check_model(model, key)
+            check_model(model, key, rollout=section.rollout.name if model is section.model else None)
 
 
 def check_reward_model(config: PPOConfig) -> None:
