@@ -15,12 +15,13 @@ from torch.utils.data import Subset
 from transformers import AutoModelForSequenceClassification
 
 from tests.fixtures.tiny import make_tokenizer
+from tests.models.families import make_config
 from verl.algorithms.registry import register_adv_est, register_policy_loss
 from verl.config import PPOConfig, load_config
 from verl.data import create_dataset
 from verl.errors import ConfigError, DataError
 from verl.rewards import load_reward_manager
-from verl.trainer.ppo.checks import check_algorithm, check_data_sources, check_reward_model
+from verl.trainer.ppo.checks import check_algorithm, check_data_sources, check_models, check_reward_model
 
 BASE = [
     "data.train_files=train.parquet",
@@ -169,3 +170,10 @@ def test_a_language_model_is_no_reward_model(tiny_model_dir: str, tmp_path: Path
     check_reward_model(chosen(tiny_model_dir, "prime", "implicit"))
     AutoModelForSequenceClassification.from_pretrained(tiny_model_dir, num_labels=1).save_pretrained(tmp_path)
     check_reward_model(chosen(tmp_path))
+
+
+def test_layers_that_the_built_in_rollout_engine_does_not_have_are_named(tmp_path: Path) -> None:
+    make_config("lfm2").save_pretrained(tmp_path)
+    keys = (f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.model.external_lib=null")
+    with pytest.raises(ConfigError, match=r"'lfm2' has conv layers, which rollout.name=hf does not serve"):
+        check_models(config(*keys, "actor_rollout_ref.rollout.name=hf", "algorithm.adv_estimator=grpo"))

@@ -16,12 +16,13 @@ from verl.data.files import Row
 from verl.data.row_gate import RowGate
 from verl.errors import ConfigError, DataError
 from verl.models.directory import check_model
-from verl.models.loading import import_external_lib, resolve_model_dir
+from verl.models.loading import import_external_lib, load_hf_config, resolve_model_dir
 from verl.models.sliced import weight_files
 from verl.rewards.references import row_problem
 from verl.schema import STAGES
 from verl.trainer.image_checks import engine_problems, model_problems
 from verl.workers.losses import actor_loss
+from verl.workers.rollout.hf.weights import require_served_layers
 
 #: fields that every batch has when advantages are estimated
 _ALWAYS = frozenset(
@@ -176,6 +177,8 @@ def check_models(config: PPOConfig) -> None:
         if str(model.path) not in seen:
             seen.add(str(model.path))
             check_model(model, key, rollout=section.rollout.name if model is section.model else None)
+    if section.rollout.name == "hf":
+        require_served_layers(load_hf_config(replace(section.model, use_shm=False)))
 
 
 def check_reward_model(config: PPOConfig) -> None:

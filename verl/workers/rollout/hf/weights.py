@@ -45,6 +45,20 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
+def require_served_layers(config: Any) -> None:
+    """Refuse a model with layers that this engine does not have.
+
+    Raises:
+        ConfigError: naming the kinds of layers.
+    """
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _SERVED_LAYER_TYPES
+    if kinds:
+        raise ConfigError(
+            f"model type {config.model_type!r} has {', '.join(sorted(kinds))} layers, which rollout.name=hf does not "
+            f"serve; it serves {', '.join(sorted(_SERVED_LAYER_TYPES))}"
+        )
+
+
 def build_module(
     config: Any,
     dtype: torch.dtype,
@@ -68,13 +82,7 @@ def build_module(
     from verl.models.loading import language_model_class
 
     register_attention()
-    text_config = config.get_text_config()
-    kinds = set(getattr(text_config, "layer_types", None) or ()) - _SERVED_LAYER_TYPES
-    if kinds:
-        raise ConfigError(
-            f"model type {config.model_type!r} has {', '.join(sorted(kinds))} layers, which rollout.name=hf does not "
-            f"serve; it serves {', '.join(sorted(_SERVED_LAYER_TYPES))}"
-        )
+    require_served_layers(config)
     try:
         with parameters_on_meta():
             module: nn.Module = language_model_class(config).from_config(
