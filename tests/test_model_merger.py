@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from tests.fixtures.vision import make_vision_model_dir
+from tests.selftest.certificate.models import family
 from tests.workers.engine.ranks import run_ranks
 from tests.workers.engine.reference import (
     POLICY,
@@ -88,6 +89,22 @@ def test_adapters_are_added_to_their_base(
     count = len(list(merged.parameters()))
     assert model_merger.compare(tmp_path / "global_step_2", target) == count
     assert f"{count} tensors in {target}" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["apertus", "deepseek_v3"])
+def test_numbers_that_are_no_parameters_come_from_the_base(name: str, tmp_path: Path) -> None:
+    """An activation's constants, and corrections of a router, are buffers that the files hold."""
+    family(name, tmp_path / "model")
+    engine = make_engine(str(tmp_path / "model"), model=LORA)
+    engine.save(tmp_path / "actor", TRAINED)
+    merged = AutoModelForCausalLM.from_pretrained(
+        model_merger.merge(tmp_path / "actor", tmp_path / "merged"), dtype=torch.float32
+    )
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    stored = dict(base.named_buffers())
+    names = [name for name in base.state_dict() if name in stored]
+    assert names
+    assert all(torch.equal(merged.get_buffer(name), stored[name]) for name in names)
 
 
 def test_a_vision_language_model_keeps_its_processor(tmp_path: Path) -> None:

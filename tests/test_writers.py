@@ -17,6 +17,7 @@ OWN = {
     "checkpoint/final_model.py": "compares with what JSON gives back",
     "rewards/code.py": "arguments of a program, which Python reads again with NaN and infinities",
     "rewards/sandbox/launcher.py": "protocol of the sandbox, both ends are ours",
+    "rewards/reasoning_gym.py": "a key of a cache",
     "rewards/sandbox/local.py": "protocol of the sandbox, both ends are ours",
     "selftest/certificate/subject.py": "a model's own config.json with one value changed",
     "selftest/certificate/tokens.py": "rows of plain text for a test",

@@ -25,7 +25,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from verl.checkpoint.checksums import verify_checksums
+from verl.checkpoint.checksums import CHECKSUM_FILE, verify_checksums
+from verl.checkpoint.manager import STEP_DIR
 from verl.checkpoint.plain import PlainReader
 from verl.config import ModelConfig
 from verl.errors import CheckpointError, ConfigError
@@ -112,7 +113,8 @@ def load_tensors(
         backend: which engine wrote it.
         base_model: of adapters, if it is no longer where it was.
     """
-    verify_checksums(directory.parent)
+    if STEP_DIR.match(directory.parent.name) or (directory.parent / CHECKSUM_FILE).exists():
+        verify_checksums(directory.parent)  # a role that was saved outside of a step has none
     marker = read_marker(directory)
     written_by = "megatron" if marker["engine"] == "megatron" else "fsdp"
     if backend != written_by:
@@ -132,7 +134,9 @@ def _with_base(
     _, config = read_adapter(directory / ADAPTER_DIR)
     path = base_model or config["base_model_name_or_path"]
     model = LOADERS[marker["head"]](ModelConfig(path=path), dtype=torch.float32)
-    tensors = {name: p.detach() for name, p in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+    stored = {name: buffers[name] for name in model.state_dict() if name in buffers}  # a router's corrections, say
+    tensors = {name: t.detach() for name, t in (*model.named_parameters(), *stored.items())}
     scaling = float(config["lora_alpha"]) / int(config["r"])
     for name, value in trained.items():
         if not is_adapter_name(name):

@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 
 #: in the environment of every process that a program starts: the program's identity
-OWNER_VARIABLE = "VERL_RUN_OWNER"
+OWNER_VARIABLE = "_VERL_RUN_OWNER"  # internal, set by programs for their children
 #: inside a folder whose name has no room for its owner
 OWNER_FILE = ".owner"
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
