@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from verl.checkpoint.checksums import CHECKSUM_FILE, verify_checksums
-from verl.checkpoint.manager import STEP_DIR
+from verl.checkpoint.manager import MARKER_FILE
 from verl.checkpoint.plain import PlainReader
 from verl.config import ModelConfig
 from verl.errors import CheckpointError, ConfigError
@@ -113,7 +113,7 @@ def load_tensors(
         backend: which engine wrote it.
         base_model: of adapters, if it is no longer where it was.
     """
-    if STEP_DIR.match(directory.parent.name) or (directory.parent / CHECKSUM_FILE).exists():
+    if any((directory.parent / name).exists() for name in (MARKER_FILE, CHECKSUM_FILE)):
         verify_checksums(directory.parent)  # a role that was saved outside of a step has none
     marker = read_marker(directory)
     written_by = "megatron" if marker["engine"] == "megatron" else "fsdp"

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 POINTER_FILE = "latest_checkpointed_iteration.txt"
 MARKER_FILE = "complete.json"
 RESUME_MODES = ("auto", "disable", "resume_path")
-STEP_DIR = re.compile(r"^global_step_(\d+)$")
+_STEP_DIR = re.compile(r"^global_step_(\d+)$")
 _HIDDEN_DIR = re.compile(r"^\.global_step_(?P<step>\d+)\.(?P<kind>new|old|del)\.(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+$")
 _FOREIGN_GRACE_S = 3600.0  # a save on another machine that wrote nothing for so long is dead
 _KEY = "checkpoint directory (trainer.default_local_dir)"
@@ -343,8 +343,8 @@ class CheckpointManager:
         path = Path(resume_from_path).expanduser().absolute()
         if not path.is_dir():
             raise CheckpointError(f"trainer.resume_from_path={str(resume_from_path)!r}: no such directory")
-        if STEP_DIR.match(path.name) is None:
-            inside = sorted(entry.name for entry in path.iterdir() if STEP_DIR.match(entry.name))
+        if _STEP_DIR.match(path.name) is None:
+            inside = sorted(entry.name for entry in path.iterdir() if _STEP_DIR.match(entry.name))
             hint = f"; did you mean {str(path / inside[-1])!r}?" if inside else ""
             raise CheckpointError(
                 f"trainer.resume_from_path={str(resume_from_path)!r} is not a global_step_N directory{hint}"
@@ -419,7 +419,7 @@ class CheckpointManager:
     # ------------------------------------------------------------------ housekeeping
 
     def _all_steps(self) -> list[int]:
-        found = (STEP_DIR.match(entry.name) for entry in self.root.iterdir() if entry.is_dir())
+        found = (_STEP_DIR.match(entry.name) for entry in self.root.iterdir() if entry.is_dir())
         return sorted(int(match.group(1)) for match in found if match)
 
     def _hidden(self, step: int, kind: str) -> Path:
@@ -449,7 +449,7 @@ def step_of(path: str | Path) -> int:
     Raises:
         CheckpointError: the name has another form.
     """
-    match = STEP_DIR.match(Path(path).name)
+    match = _STEP_DIR.match(Path(path).name)
     if match is None:
         raise CheckpointError(f"{str(path)!r} is not a global_step_N directory")
     return int(match.group(1))

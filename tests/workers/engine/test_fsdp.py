@@ -398,7 +398,11 @@ def test_critic_learns_and_resumes(tiny_model_dir: str, batch: dict[str, Tensor]
     values = engine.forward(batch, VALUES, micro=WHOLE)["values"]
     assert torch.equal(values, again.forward(batch, VALUES, micro=WHOLE)["values"])
     exported = make_engine(str(tmp_path / "a" / "huggingface"), head="value")
-    assert torch.equal(values, exported.forward(batch, VALUES, micro=WHOLE)["values"])
+    weights, stored = dict(engine.named_tensors()), dict(exported.named_tensors())
+    assert weights.keys() == stored.keys()
+    assert all(torch.equal(weights[name], stored[name]) for name in weights)
+    # where weights lie in memory decides about kernels of some processors, and with them about the last bit
+    torch.testing.assert_close(values, exported.forward(batch, VALUES, micro=WHOLE)["values"], rtol=1e-5, atol=1e-6)
 
 
 def test_reward_model_scores_rows(tiny_model_dir: str, batch: dict[str, Tensor]) -> None:
