@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import pickle
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -281,6 +283,8 @@ def _make_slot(size: int, device: torch.device) -> _Slot:
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         release = partial(_remove, fd, path)
     try:
+        if size > psutil.virtual_memory().available:  # nothing else limits memory without a name
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         if hasattr(os, "posix_fallocate"):  # a hole would be found full only when written to, by a signal
             os.posix_fallocate(fd, 0, size)
         else:
