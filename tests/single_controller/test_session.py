@@ -54,7 +54,7 @@ def test_a_start_that_took_too_long_is_tried_once_more(
     ("error", "kind", "text"),
     [
         (Exception(SLOW), WorkerError, "timed out"),
-        (PermissionError(13, "Permission denied", "/root/.cache"), ConfigError, r"HOME is .*/dev/shm"),
+        (PermissionError(13, "Permission denied", "/home/user/.cache"), ConfigError, r"HOME is .*/dev/shm"),
         (ValueError("bad value\nmore"), ConfigError, r"ray_kwargs.ray_init=.*bad value$"),
     ],
 )
