@@ -114,7 +114,7 @@ def load_tensors(
         base_model: of adapters, if it is no longer where it was.
     """
     if any((directory.parent / name).exists() for name in (MARKER_FILE, CHECKSUM_FILE)):
-        verify_checksums(directory.parent)  # a role that was saved outside of a step has none
+        verify_checksums(directory.parent, leave_out=[MARKER_FILE])  # a role that was saved outside of a step has none
     marker = read_marker(directory)
     written_by = "megatron" if marker["engine"] == "megatron" else "fsdp"
     if backend != written_by:
