@@ -107,6 +107,9 @@ def test_a_full_disk_leaves_the_previous_checkpoint(
     else:
         with pytest.raises(CheckpointError, match=r"after step 3 and its final state was not saved.*of step 1"):
             run_training(*keys)
+        rows = [json.loads(line) for line in (small_disk.parent / "run1.jsonl").open()]
+        assert [row["step"] for row in rows] == [1, 2, 3]
+        assert [row["data"].get("checkpoint/failed_saves", 0.0) for row in rows] == [0.0, 1.0, 1.0]
     assert kept(small_disk) == ["global_step_1", "latest_checkpointed_iteration.txt"]
     manager = CheckpointManager(small_disk)
     assert manager.find() == small_disk / "global_step_1"  # its checksums too
@@ -138,6 +141,9 @@ def test_a_file_system_that_becomes_read_only_leaves_the_previous_checkpoint(
         else:
             with pytest.raises(CheckpointError, match=r"final state was not saved.*of step 1"):
                 run_training(*keys)
+            rows = [json.loads(line) for line in (tmp_path / "run2.jsonl").open()]
+            assert [row["step"] for row in rows] == [2, 3]
+            assert [row["data"].get("checkpoint/failed_saves") for row in rows] == [1.0, 1.0]
     assert kept(small_disk) == ["global_step_1", "latest_checkpointed_iteration.txt"]
     subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
     assert Manager(small_disk).find() == small_disk / "global_step_1"
