@@ -38,6 +38,15 @@ def test_loss_is_the_cross_entropy_of_the_outcome() -> None:
     np.testing.assert_allclose(log_prob.grad.numpy(), expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("rounding", [-1e-7, 0.0, 1e-7])
+def test_accuracy_does_not_hang_on_rounding(rounding: float) -> None:
+    """A model equal to its reference has sums of zero, whose sign depends on how the batch was split."""
+    log_prob = torch.tensor([[-1.0 + rounding], [1.0]], dtype=torch.float64)
+    ref = torch.tensor([[-1.0], [0.0]], dtype=torch.float64)
+    _, accuracy = implicit_reward_loss(log_prob, ref, torch.ones(2, 1), torch.tensor([1.0, 1.0]), 0.5)
+    assert accuracy.item() == 0.75
+
+
 def test_pieces_of_a_mini_batch_add_up_and_empty_rows_do_not_count() -> None:
     generator = torch.Generator().manual_seed(0)
     log_prob, ref = (torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(2))

@@ -21,6 +21,9 @@ from verl.algorithms.baseline import discounted_returns
 from verl.algorithms.group import Groups, Index, against_baseline, scores_and_groups
 from verl.algorithms.registry import register_adv_est
 
+#: Summed rewards below this are zero up to rounding: float32 log-ratios of a thousand tokens, scaled by beta.
+UNDECIDED = 1e-5
+
 
 def implicit_rewards(log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, beta: float) -> Tensor:
     r"""Token rewards :math:`r_\phi(y_t)`, 0 outside the mask.
@@ -60,7 +63,8 @@ def implicit_reward_loss(
 
     Returns:
         ``(loss, accuracy)``: the mean over responses, and the share of these tensors' responses whose summed reward
-        has the sign that the outcome says.
+        has the sign that the outcome says. A sum of zero predicts nothing and counts as half right. It is zero up to
+        rounding (``UNDECIDED``), as for a model that is still equal to its reference.
     """
     rows = response_mask.bool().any(-1)
     rewards = implicit_rewards(log_prob, ref_log_prob, response_mask, beta)
@@ -69,7 +73,8 @@ def implicit_reward_loss(
     losses = binary_cross_entropy_with_logits(total, target, reduction="none")
     count = rows.sum() if global_batch_size is None else global_batch_size
     count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
-    accuracy = masked_mean(((total > 0) == (target > 0.5)).double(), rows)
+    right = ((total > 0) == (target > 0.5)).double()
+    accuracy = masked_mean(torch.where(total.abs() < UNDECIDED, 0.5, right), rows)
     return masked_sum(losses, rows) / count * dp_size, accuracy
 
 

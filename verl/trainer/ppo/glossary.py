@@ -101,7 +101,8 @@ GLOSSARY: dict[str, str] = {
     "reward/empty_responses": "Responses without a token that a score could be placed on.",
     # process reward model
     "reward_model/loss": "Cross-entropy of outcomes under the process reward model, mean over responses.",
-    "reward_model/accuracy": "Share of responses whose summed process reward has the sign that the outcome says.",
+    "reward_model/accuracy": "Share of responses whose summed process reward has the sign that the outcome says; "
+    "zero counts one half.",
     # dynamic sampling
     "filter_groups/num_gen_batches": "Generation batches that the step's training batch took.",
     "filter_groups/informative_fraction": "Share of the groups generated in this step whose samples differ in outcome.",
