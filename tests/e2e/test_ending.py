@@ -87,13 +87,14 @@ def test_dynamic_sampling_without_a_signal_ends_by_its_limit(slow: list[str], tm
 
 @pytest.mark.slow
 def test_a_time_limit_ends_dynamic_sampling_in_the_middle(slow: list[str], tmp_path: Path) -> None:
-    """Nothing is finished, so nothing is saved, and the next start begins anew."""
+    """Nothing is finished, so nothing is saved, and another start would not get further."""
     (tmp_path / "control").write_text("0.05 yes train")
     filtering = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches=0"]
     overrides = [*slow, *filtering, "trainer.controller=local", "trainer.time_limit_s=25"]
     with RunningTrainer(overrides, tmp_path / "run") as run:
-        assert run.finish() == 75, run.text()[-3000:]
+        assert run.finish() == 1, run.text()[-3000:]
         text = run.text()
+    assert "this start did not finish a single step" in text
     assert "ending in the middle of step 1: the deadline (trainer.time_limit_s) is near" in text
     assert not list((tmp_path / "run" / "checkpoints").glob("global_step_*"))
 

@@ -186,7 +186,8 @@ def test_a_process_that_is_to_end_saves_and_exits_with_75(base_overrides: list[s
     (first,) = CheckpointManager(tmp_path / "checkpoints").steps()
     assert first == steps_logged(tmp_path)
     with RunningTrainer([*keys, "trainer.time_limit_s=1000", "trainer.esi_redundant_time=999.9"], tmp_path) as run:
-        assert run.finish() == 75, run.text()[-3000:]
+        assert run.finish() == 1, run.text()[-3000:]  # 75 would start it again and again
+        assert "this start did not finish a single step" in run.text()
     assert CheckpointManager(tmp_path / "checkpoints").steps() == [first]  # the next step is given up in its middle
     assert sorted(metrics_by_step(tmp_path)) == list(range(1, first + 1))
 
@@ -196,9 +197,9 @@ def test_a_run_that_saves_nothing_does_not_ask_to_be_started_again(run_training:
         run_training(*LOCAL, "trainer.save_freq=-1", "trainer.time_limit_s=1000", "trainer.esi_redundant_time=999.9")
 
 
-def test_a_deadline_ends_the_run_before_it(run_training: Run, tmp_path: Path) -> None:
-    rows = run_training(*LOCAL, "trainer.time_limit_s=1000", "trainer.esi_redundant_time=999.9")
-    assert rows == []  # the first step is given up in its middle
+def test_a_time_limit_that_is_too_short_for_a_step_is_an_error(run_training: Run, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"trainer.time_limit_s.*did not finish a single step"):
+        run_training(*LOCAL, "trainer.time_limit_s=1000", "trainer.esi_redundant_time=999.9")
     assert CheckpointManager(tmp_path / "run1").steps() == []
 
 

@@ -50,6 +50,17 @@ def test_a_start_that_took_too_long_is_tried_once_more(
     session._remove(folder)
 
 
+def test_a_start_that_takes_long_says_so_while_it_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(session, "_TELL_AFTER_S", 0.05)
+    monkeypatch.setattr(ray, "init", lambda **_: time.sleep(0.5))
+    folder = start_ray(num_cpus=2)
+    assert caplog.text.count("Ray has not come up") == 1
+    assert "it is tried for at most 90 s" in caplog.text
+    session._remove(folder)
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "text"),
     [

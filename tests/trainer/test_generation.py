@@ -261,6 +261,16 @@ def test_prompts_with_too_few_scores_leave_a_pass_at_k() -> None:
         summarise(scores, passed, MetricsConfig(k=[4]))
 
 
+def test_no_score_at_all_is_no_result(answers: str, tmp_path: Path) -> None:
+    (tmp_path / "never.py").write_text(
+        "def compute_score(solution_str, **_):\n    raise ValueError('no such answer')\n"
+    )
+    keys = [f"custom_reward_function.path={tmp_path}/never.py", "reward.on_error=drop_sample"]
+    with pytest.raises(RewardError, match=r"none of the 12 responses has a score.*answers\.jsonl, line 1: .*no such"):
+        evaluate(eval_config(answers, *keys, f"data.output_path={tmp_path}/r.json"))
+    assert not (tmp_path / "r.json").exists()
+
+
 def test_a_response_that_cannot_be_scored_stops_or_counts_by_policy(answers: str) -> None:
     with Path(answers).open("a") as handle:
         row = {"data_source": "b", "reward_model": {"ground_truth": "x"}, "responses": ["boom", "x", "x", "x"]}

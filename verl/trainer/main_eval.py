@@ -43,7 +43,8 @@ def evaluate(config: EvalConfig) -> Result:
 
     Raises:
         DataError: a file or a row is not as it must be.
-        RewardError: a response could not be scored and ``reward.on_error`` or ``on_timeout`` is ``stop``.
+        RewardError: a response could not be scored and ``reward.on_error`` or ``on_timeout`` is ``stop``; or no
+            response at all has a score.
     """
     from verl.data.files import Rows
     from verl.rewards.loading import configured_function
@@ -150,6 +151,13 @@ def _score(
                 f"{rows.place(owner)}: {outcome.message.strip()}\n(reward.{key}=penalise or drop_sample goes on)"
             )
     scores = resolve(outcomes, [str(owner) for owner in owners], options)
+    if scores and all(score is None for score in scores):
+        told = outcomes[0].message.strip().splitlines()
+        first = told[-1] if told else "the reward function returned no score"  # the error, below its traceback
+        raise RewardError(
+            f"none of the {len(scores)} responses has a score, so there is nothing to report; {rows.place(owners[0])}: "
+            f"{first}"
+        )
     threshold = config.metrics.threshold
     passed: list[bool | None] = []
     for owner, score, outcome in zip(owners, scores, outcomes, strict=True):

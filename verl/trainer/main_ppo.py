@@ -65,7 +65,7 @@ class TaskRunner:
                 with state_logged_on_failure(self.account):
                     trainer.fit()
             if trainer.stopped:
-                require_saved(self.config.trainer.save_freq)
+                require_saved(self.config.trainer.save_freq, self.watch, trainer.report.trained)
             return not trainer.stopped
 
     def account(self) -> str:

@@ -439,7 +439,7 @@ def run(trainer: SFTTrainer) -> dict[str, float] | None:
         with trainer.watch, account(state), state_logged_on_failure(state) if first else nullcontext():
             metrics = trainer.fit()
         if trainer.stopped:
-            require_saved(trainer.config.trainer.save_freq)
+            require_saved(trainer.config.trainer.save_freq, trainer.watch, trainer.report.trained)
     finally:
         if trainer.tracker is not None:
             trainer.tracker.finish()

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 #: exit code of a run that saved and ended early; starting it again goes on (sysexits.h: EX_TEMPFAIL)
 EXIT_UNFINISHED = 75
+#: the deadline that the configuration sets
+TIME_LIMIT = "trainer.time_limit_s"
 _DEADLINES = (
     "SLURM_JOB_END_TIME",
     "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
@@ -78,16 +80,27 @@ def state_of_work() -> str:
     return _last.pop() if _last else "nothing was begun that would have to be saved"
 
 
-def require_saved(save_freq: int) -> None:
-    """Refuse to call a run unfinished that saved nothing: started again and again, it would never end.
+def require_saved(save_freq: int, watch: StopWatch, steps: int) -> None:
+    """Refuse to call a run unfinished that got nowhere: started again and again, it would never end.
+
+    Args:
+        save_freq: setting of the run; without saves the next start begins anew.
+        watch: what ended the run.
+        steps: that this process finished. A signal or the end of a machine may come at any time, but a time limit of
+            the configuration that is too short for one step is too short at the next start too.
 
     Raises:
-        TrainingError: there is no checkpoint to go on from.
+        TrainingError: the next start would not get further than this one.
     """
     if save_freq <= 0:
         raise TrainingError(
             f"the run ended before its last step and saved nothing (trainer.save_freq={save_freq}), so the next start "
             "begins anew; set trainer.save_freq to be able to go on"
+        )
+    if watch.expired and not watch.signalled and not steps and watch.source == TIME_LIMIT:
+        raise TrainingError(
+            f"{watch.why()}, and this start did not finish a single step, so another one would not get further; raise "
+            f"{TIME_LIMIT}, or make a step shorter (data.train_batch_size, data.max_response_length)"
         )
 
 
@@ -119,8 +132,8 @@ class StopWatch:
         now = time.time()
         known = {name: float(end) for name in _DEADLINES if (end := envs.get(name)) is not None}
         if time_limit_s is not None:
-            known["trainer.time_limit_s"] = now + time_limit_s
-        self._deadline, self._source = min(((end, name) for name, end in known.items()), default=(float("inf"), ""))
+            known[TIME_LIMIT] = now + time_limit_s
+        self._deadline, self.source = min(((end, name) for name, end in known.items()), default=(float("inf"), ""))
         self._spare_s = spare_s
         self._longest = 0.0
         self._save_s = 0.0
@@ -159,7 +172,7 @@ class StopWatch:
 
     def why(self) -> str:
         """What ends the run."""
-        return "SIGTERM" if self.signalled else f"the deadline ({self._source}) is near"
+        return "SIGTERM" if self.signalled else f"the deadline ({self.source}) is near"
 
     def _left(self) -> float:
         """Seconds until the save must begin."""
@@ -180,7 +193,7 @@ class StopWatch:
         needed = self._longest + save_s + self._spare_s
         if left < needed:
             return (
-                f"{format_duration(max(0.0, left))} are left until the deadline ({self._source}), and another step "
+                f"{format_duration(max(0.0, left))} are left until the deadline ({self.source}), and another step "
                 f"with its save needs {format_duration(needed)}"
             )
         return None

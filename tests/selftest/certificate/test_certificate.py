@@ -47,6 +47,11 @@ def test_adapters_and_more_rows_than_tokens(tmp_path: Path) -> None:
     assert certificate.verdict_of("vocabulary") == certificate.verdict_of("adapters") == "passed"
 
 
+def test_the_start_up_alone_builds_both_engines(tiny: str) -> None:
+    certificate = certify(tiny, device="cpu", ranks=0, only=[START])
+    assert [measure.case for measure in certificate.measures] == ["training (fsdp)", "rollout (hf)"]
+
+
 @pytest.mark.dist
 def test_processes_that_share_sequences(tiny: str) -> None:
     certificate = certify(tiny, device="cpu", only=["sequence parallel"])

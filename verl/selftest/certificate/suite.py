@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -105,7 +105,8 @@ def certify(
     started, cpu = time.monotonic(), time.process_time()
     pool = ranks if isinstance(ranks, sequence.Ranks) else None
     setup = Setup(engine, rollout, lora, resolve_device(device), ranks if isinstance(ranks, int) else ranks.world)
-    chosen = _chosen(only)
+    wanted = list(only)
+    chosen = _chosen(wanted)
     with ExitStack() as stack:
         stack.enter_context(alone(one_thread=False))
         for fault in faults:
@@ -114,7 +115,7 @@ def certify(
         bench = Bench(subject, setup, tolerances or Tolerances(), longest, seed)
         bench.ranks = pool
         stack.callback(bench.close)
-        bench.generates = any(CHECKS[name].generates for name in chosen)
+        bench.generates = START in wanted or any(CHECKS[name].generates for name in chosen)
         measures = _start(bench)
         seconds = {START: time.monotonic() - started}
         for name in chosen if bench.trains else ():
@@ -136,10 +137,11 @@ def certify(
     return certificate
 
 
-def _chosen(only: Iterable[str]) -> list[str]:
-    wanted = list(only)
-    if unknown := [name for name in wanted if name not in CHECKS]:
-        raise ConfigError(f"--only={unknown[0]!r} is no check of the certificate; checks: {', '.join(CHECKS)}")
+def _chosen(wanted: Sequence[str]) -> list[str]:
+    """The checks to run after the start-up, which always runs."""
+    if unknown := [name for name in wanted if name not in (START, *CHECKS)]:
+        names = ", ".join((START, *CHECKS))
+        raise ConfigError(f"--only={unknown[0]!r} is no check of the certificate; checks: {names}")
     return [name for name in CHECKS if not wanted or name in wanted]
 
 

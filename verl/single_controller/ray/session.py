@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -34,6 +35,8 @@ _SOCKET_LIMIT = 107
 _SOCKET = "/verl-ray-xxx/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"
 _LEAST_STORE = 80 << 20
 _ATTEMPTS = 3
+#: when somebody who waits is told why
+_TELL_AFTER_S = 15.0
 
 
 @contextlib.contextmanager
@@ -129,6 +132,9 @@ def _start_own(settings: Mapping[str, Any]) -> Path | None:
         folder = make_short_dir(base)
     arguments = {**settings, "address": "local", **({} if folder is None else {"_temp_dir": str(folder)})}
     started = time.monotonic()
+    late = threading.Timer(_TELL_AFTER_S, _tell_of_late_start)
+    late.daemon = True
+    late.start()
     try:
         for attempts_left in reversed(range(_ATTEMPTS)):
             try:
@@ -156,8 +162,22 @@ def _start_own(settings: Mapping[str, Any]) -> Path | None:
         if isinstance(error, Exception):
             raise WorkerError("ray", 0, "init", f"Ray did not start: {_first_line(error)}") from error
         raise
+    finally:
+        late.cancel()
     logger.info("started a local Ray cluster in %.1f s", time.monotonic() - started)
     return folder
+
+
+def _tell_of_late_start() -> None:
+    """Say what is waited for, and for how long at most."""
+    load = f"{os.getloadavg()[0]:.0f}" if hasattr(os, "getloadavg") else "unknown"
+    logger.warning(
+        "Ray has not come up in %.0f s (load of the machine: %s, CPUs: %s); it is tried for at most %d s",
+        _TELL_AFTER_S,
+        load,
+        os.cpu_count(),
+        30 * _ATTEMPTS,
+    )
 
 
 def _check_base(base: Path, where: str) -> None:
