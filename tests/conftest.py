@@ -37,6 +37,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.xdist_group("processes" if heavy else item.path.relative_to(REPO_ROOT).as_posix()))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse versions of pytest and xdist whose groups have no effect: tests that start processes would collide."""
+    if session.config.getoption("loadgroup", False) and any("@" not in item.nodeid for item in session.items):
+        raise pytest.UsageError("this pytest-xdist does not group tests on this pytest; see requirements/dev.txt")
+
+
 REPO_ROOT = Path(__file__).resolve().parents[1]
 
 
