@@ -24,17 +24,23 @@ import pytest  # noqa: E402
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
     """Tell xdist (``--dist loadgroup``) what belongs together.
 
-    A file stays in one process, so that its fixtures are made once. Tests that start processes of their own share one
-    process: side by side they would only fight for the cores.
+    A file stays in one process, so that its fixtures are made once. Tests that start several processes share one
+    process of pytest: side by side they would only fight for the cores. The other one has the rest meanwhile.
     """
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:
-        heavy = any(item.get_closest_marker(name) for name in ("dist", "e2e")) or "ray_local" in item.fixturenames
-        item.add_marker(pytest.mark.xdist_group("processes" if heavy else item.path.relative_to(REPO_ROOT).as_posix()))
+        several = (
+            item.get_closest_marker("dist") is not None
+            or "ray_local" in item.fixturenames
+            or hasattr(item.module, "RunningTrainer")
+        )
+        item.add_marker(
+            pytest.mark.xdist_group("processes" if several else item.path.relative_to(REPO_ROOT).as_posix())
+        )
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -165,7 +165,7 @@ class Game:
 """
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 def test_players_of_an_episode_are_trained_each_on_its_own_row(mode: str, run_training: Run, tmp_path: Path) -> None:
     (tmp_path / "game.py").write_text(GAME)
     players = f"{R}.agent.multi_agent"

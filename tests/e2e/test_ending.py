@@ -49,7 +49,7 @@ def slow(base_overrides: list[str], tmp_path: Path) -> list[str]:
     return merge_overrides(base_overrides, KEYS, [f"custom_reward_function.path={tmp_path}/reward.py"])
 
 
-@pytest.mark.parametrize("controller", ["local", "ray"])
+@pytest.mark.parametrize("controller", [pytest.param("local", marks=pytest.mark.slow), "ray"])
 def test_sigterm_in_the_middle_of_a_step_saves_the_steps_before(
     controller: str, slow: list[str], tmp_path: Path
 ) -> None:

@@ -356,6 +356,7 @@ def test_ppo_gives_the_same_numbers_however_its_critic_is_cut(
             assert comparable(actual) == pytest.approx(comparable(expected), rel=1e-5, abs=1e-6), (cut, actual["step"])
 
 
+@pytest.mark.slow
 def test_a_critic_learns_to_look(
     tmp_path: Path, squares: list[str], run_training: Callable[..., list[dict[str, Any]]]
 ) -> None:

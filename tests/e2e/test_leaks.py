@@ -31,6 +31,7 @@ def held() -> dict[str, int]:
     }
 
 
+@pytest.mark.slow
 def test_fifty_steps_hold_no_more_than_thirty(
     run_training: Callable[..., list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

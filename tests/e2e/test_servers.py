@@ -25,7 +25,7 @@ ASYNC = [
 @pytest.mark.parametrize(
     ("workers", "both", "more"),
     [
-        (1, [], []),
+        pytest.param(1, [], [], marks=pytest.mark.slow),
         (2, [], []),
         (2, [], ["actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast"]),
         (2, ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=1e-2"], []),
