@@ -100,8 +100,12 @@ def test_a_shared_copy_goes_with_its_last_user(tmp_path: Path, killed: bool) -> 
 PROGRAM = """
 import subprocess, sys, time
 from verl.utils.owned import make_owned_dir
-from verl.utils.watcher import new_program, program_ended
+from pathlib import Path
+from verl.utils.watcher import also_sweep, new_program, program_ended
 new_program()
+elsewhere = Path(sys.argv[2])
+also_sweep(elsewhere)
+make_owned_dir("weights", elsewhere)
 folder = make_owned_dir("weights")
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
 print(folder, child.pid, flush=True)
@@ -116,9 +120,10 @@ else:
 def test_the_watcher_cleans_up_after_a_killed_program(end: str, tmp_path: Path) -> None:
     """A program that ended in order has ended its own processes; one that it means to stay stays."""
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    program = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, end], stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    )
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    command = [sys.executable, "-c", PROGRAM, end, str(elsewhere)]
+    program = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
     assert program.stdout is not None
     folder, child = program.stdout.readline().split()
     if end == "killed":
@@ -126,7 +131,11 @@ def test_the_watcher_cleans_up_after_a_killed_program(end: str, tmp_path: Path) 
         program.kill()
     program.wait(timeout=30)
     deadline = time.monotonic() + 30
-    while Path(folder).exists() or (end == "killed" and owned.start_of(int(child)) is not None):
+    while (
+        Path(folder).exists()
+        or list(elsewhere.iterdir())
+        or (end == "killed" and owned.start_of(int(child)) is not None)
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert (owned.start_of(int(child)) is not None) == (end == "ended")

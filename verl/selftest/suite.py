@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import torch
 
@@ -22,6 +20,7 @@ from verl.selftest.ranks import Work, check_on_ranks
 from verl.selftest.report import Report
 from verl.utils.device import resolve_device
 from verl.utils.dynamic_import import load_module
+from verl.utils.owned import owned_scratch
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -59,7 +58,7 @@ def run_selftest(
     findings: list[Finding] = []
     notes: list[str] = []
     with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verl-selftest-")))
+        directory = stack.enter_context(owned_scratch("selftest"))
         stack.enter_context(alone())
         for bug in bugs:
             stack.enter_context(plant(bug))

@@ -104,6 +104,16 @@ def make_owned_dir(kind: str, folder: str | Path | None = None) -> Path:
     return path
 
 
+@contextlib.contextmanager
+def owned_scratch(kind: str) -> Iterator[Path]:
+    """:func:`make_owned_dir` for the time of a block."""
+    path = make_owned_dir(kind)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def make_short_dir(folder: str | Path) -> Path:
     """A new private folder of this process for Ray, whose sockets need short paths; the owner is written inside."""
     from verl.utils.watcher import ensure_watcher

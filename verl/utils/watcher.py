@@ -21,6 +21,7 @@ from verl.utils.owned import OWNER_VARIABLE, Owner, owned_folders, processes_of,
 #: seconds in which processes that lost their program end by themselves, as Ray's do
 GRACE_S = 4.0
 _LIMIT_S = 60.0
+_ENDED = b"ended"  # no path: those are absolute
 _ROOT = str(Path(__file__).resolve().parents[2])
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from verl.utils.watcher import main; main(sys.argv[2:])"
 _lock = threading.Lock()
@@ -49,6 +50,17 @@ def ensure_watcher() -> None:
             )
 
 
+def also_sweep(folder: Path) -> None:
+    """Have the watcher look in a further folder for what this program left."""
+    ensure_watcher()
+    with _lock:
+        watcher = _watched.get(os.getpid())
+        if watcher is not None and watcher.stdin is not None:
+            with contextlib.suppress(OSError):
+                watcher.stdin.write(os.fsencode(folder.absolute()) + b"\0")
+                watcher.stdin.flush()
+
+
 def new_program() -> None:
     """This process is a program of its own, whoever started it: it gets a watcher when it first needs one."""
     os.environ.pop(OWNER_VARIABLE, None)
@@ -60,7 +72,7 @@ def program_ended() -> None:
         watcher = _watched.get(os.getpid())
         if watcher is not None and watcher.stdin is not None:
             with contextlib.suppress(OSError):
-                watcher.stdin.write(b"ended")
+                watcher.stdin.write(_ENDED + b"\0")
                 watcher.stdin.close()
             watcher.stdin = None
             watcher.returncode = 0  # it outlives this process, and is not to be waited for
@@ -78,9 +90,10 @@ def main(arguments: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _wait_for_end(owner)
-    if not _was_told():
+    told = _told()
+    if _ENDED not in told:
         end_processes(str(owner))
-    sweep(folders)
+    sweep(folders + [Path(os.fsdecode(folder)) for folder in told if folder != _ENDED])
 
 
 def _wait_for_end(owner: Owner) -> None:
@@ -95,10 +108,12 @@ def _wait_for_end(owner: Owner) -> None:
         time.sleep(0.5)
 
 
-def _was_told() -> bool:
-    """Whether the program said that it ended its own processes."""
-    readable, _, _ = select.select([0], [], [], 0)
-    return bool(readable) and bool(os.read(0, 16))
+def _told() -> list[bytes]:
+    """What the program said: further folders, and that it ended its own processes."""
+    told = b""
+    while select.select([0], [], [], 0)[0] and (part := os.read(0, 65536)):
+        told += part
+    return told.split(b"\0")[:-1]
 
 
 def end_processes(owner: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from verl.selftest.certificate.plain import PlainModel
 from verl.selftest.certificate.rows import Rows, first_difference, make_rows
 from verl.selftest.certificate.subject import Subject
 from verl.selftest.compare import GRADIENT_FLOOR, Deviation
+from verl.utils.owned import owned_scratch
 from verl.utils.tokenizer import textless_tokens
 from verl.workers.engine.base import MicroBatching
 from verl.workers.rollout.settings import special_tokens
@@ -175,7 +175,7 @@ class Bench:
     @cached_property
     def scratch(self) -> Path:
         """A directory for files of the checks."""
-        return Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="verl-certificate-")))
+        return self._stack.enter_context(owned_scratch("certificate"))
 
     def close(self) -> None:
         """Remove the files."""

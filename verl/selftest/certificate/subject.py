@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from verl.config import ModelConfig
 from verl.errors import ConfigError
 from verl.models.loading import load_hf_config, resolve_model_dir
 from verl.models.sliced import INDEX, SINGLE
+from verl.utils.owned import owned_scratch
 from verl.utils.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -92,12 +92,12 @@ def open_subject(path: str, *, layers: int | None = None, trust_remote_code: boo
         ConfigError: no model is there, or it cannot be cut.
     """
     source = resolve_model_dir(path)
-    with tempfile.TemporaryDirectory(prefix="verl-certificate-") as scratch:
+    with owned_scratch("certificate") as scratch:
         config = load_hf_config(ModelConfig(path=str(source), trust_remote_code=trust_remote_code))
         count = _layers_of(config.get_text_config())
         used, notes = source, []
         if layers is not None and layers < count:
-            used = Path(scratch) / "model"
+            used = scratch / "model"
             notes = cut_layers(source, used, layers)
             notes.insert(0, f"{layers} of {count} layers, with the model's own sizes and weights")
             config = load_hf_config(ModelConfig(path=str(used), trust_remote_code=trust_remote_code))

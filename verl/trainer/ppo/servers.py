@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import logging
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,9 @@ from verl.errors import LostProcessError, RolloutError
 from verl.protocol import DataProto
 from verl.single_controller.base import WorkerGroup
 from verl.utils.fs import ensure_writable_dir
+from verl.utils.owned import make_owned_dir, sweep
 from verl.utils.transport import pack
+from verl.utils.watcher import also_sweep
 from verl.workers.rollout.base import run_blocking
 from verl.workers.rollout.batch import EventCounts, batch_from_completions, requests_from_batch
 from verl.workers.rollout.client import RolloutClient
@@ -322,7 +323,10 @@ class ServerRollout:
         root = self.config.checkpoint_engine.directory
         if kind == "disk":
             # its own: a server that is new would take whatever version it finds
-            self._directory = tempfile.mkdtemp(prefix="weights-", dir=ensure_writable_dir(str(root), purpose=_PURPOSE))
+            folder = ensure_writable_dir(str(root), purpose=_PURPOSE)
+            sweep([folder])
+            also_sweep(folder)
+            self._directory = str(make_owned_dir("weights", folder))
         return {
             rank: (
                 WeightLink(
