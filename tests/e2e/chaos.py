@@ -50,6 +50,7 @@ class RunningTrainer:
     ) -> None:
         self.tag = uuid.uuid4().hex
         self.directory = directory
+        self.folder = (environment or {}).get("TMPDIR")  # of this run alone
         directory.mkdir(parents=True, exist_ok=True)
         variables = {
             **os.environ,
@@ -96,8 +97,17 @@ class RunningTrainer:
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
                 with contextlib.suppress(OSError):
-                    if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    # Ray's agents overwrite a part of their environment with their titles
+                    if wanted in (entry / "environ").read_bytes().split(b"\0") or (
+                        self.folder is not None and any(self._open_in(entry / "fd"))
+                    ):
                         yield int(entry.name), (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+    def _open_in(self, descriptors: Path) -> Iterator[bool]:
+        """For each open file of a process, whether it is in the folder of the run."""
+        for descriptor in descriptors.iterdir():
+            with contextlib.suppress(OSError):
+                yield os.readlink(descriptor).startswith(f"{self.folder}/")
 
     def workers(self) -> list[int]:
         """Pids of the processes that hold the models."""

@@ -255,16 +255,42 @@ def _ownerless(folders: Iterable[Path]) -> Iterator[Path]:
                     yield path
 
 
-def processes_of(owner: str) -> list[int]:
-    """Ids of running processes that were started by a program or by its children, this one left out."""
+def processes_of(owner: str, folders: Sequence[Path] | None = None) -> list[int]:
+    """Ids of running processes that were started by a program or by its children, this one left out.
+
+    The environment tells which program started a process. Processes of Ray overwrite a part of it when they set their
+    titles. They are found by the log files that they hold in a folder of the program.
+
+    Args:
+        owner: the program, as text.
+        folders: where its folders are; default: :func:`owned_folders`.
+    """
     wanted = f"{OWNER_VARIABLE}={owner}".encode()
+    own = [
+        f"{path}/"
+        for folder in (owned_folders() if folders is None else folders)
+        for path in folder.glob("verl-*")
+        if str(owner_of(path)) == owner
+    ]
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):
-                if wanted in (entry / "environ").read_bytes().split(b"\0") and start_of(int(entry.name)) is not None:
+                started = wanted in (entry / "environ").read_bytes().split(b"\0") or (
+                    (entry / "cmdline").read_bytes().startswith(b"ray::") and _holds_files(entry, own)
+                )
+                if started and start_of(int(entry.name)) is not None:
                     found.append(int(entry.name))
     return found
+
+
+def _holds_files(process: Path, folders: Sequence[str]) -> bool:
+    """Whether a process has a file open below one of the folders, which end in a slash."""
+    for descriptor in (process / "fd").iterdir():
+        with contextlib.suppress(OSError):
+            if os.readlink(descriptor).startswith(tuple(folders)):
+                return True
+    return False
 
 
 def _space() -> int:

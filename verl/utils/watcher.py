@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> None:
     _wait_for_end(owner)
     told = _told()
     if _ENDED not in told:
-        end_processes(str(owner))
+        end_processes(str(owner), folders)
     sweep(folders + [Path(os.fsdecode(folder)) for folder in told if folder != _ENDED])
 
 
@@ -116,10 +116,10 @@ def _told() -> list[bytes]:
     return told.split(b"\0")[:-1]
 
 
-def end_processes(owner: str) -> None:
+def end_processes(owner: str, folders: list[Path]) -> None:
     """Wait until the processes of a program have ended; kill those that do not end by themselves."""
     started = time.monotonic()
-    while left := processes_of(owner):
+    while left := processes_of(owner, folders):
         late = time.monotonic() - started
         if late > _LIMIT_S:
             return
