@@ -78,9 +78,9 @@ MODES = {
         "generate",
         [
             "data.path={task}/train.parquet",
-            "data.batch_size=2",
+            "data.batch_size=1",
             "data.max_prompt_length=24",
-            "data.max_response_length=8",
+            "data.max_response_length=200",  # 20 batches of a second each
             "model.path={model}",
             "trainer.n_gpus_per_node=1",
             "trainer.device=cpu",
@@ -164,15 +164,18 @@ def test_any_process_killed(
 
     finish(tmp_path / "whole")
     whole = result(mode, tmp_path / "whole")
-    number = 0
+    kill = number = starts = 0
     directory = tmp_path / "run0"
-    for kill, victim in enumerate(mode.victims):
+    while kill < len(mode.victims):
+        starts += 1
+        assert starts <= 2 * len(mode.victims), "most runs end before the kill"
+        victim = mode.victims[kill]
         with start(directory) as run:
             before = sign_of_life(run)
             early = rng.random() < 0.2  # while it starts
-            assert run.wait_until(partial(ready_for_kill, run, victim, 0 if early else before + 1), 600), run.text()
+            ready = run.wait_until(partial(ready_for_kill, run, victim, 0 if early else before + 1), 600)
             time.sleep(rng.uniform(0.0, 0.5))
-            targets = run.victims(victim)
+            targets = run.victims(victim) if ready and run.process.poll() is None else []
             if targets:
                 os.kill(rng.choice(targets), signal.SIGKILL)
             killed = time.monotonic()
@@ -196,11 +199,13 @@ def test_any_process_killed(
             )
             assert left == [], run.text()[-2000:]
             # a run ends with the signal, with an error, or finishes because the process could be replaced
-            assert code in (-signal.SIGKILL if victim == "controller" else 1, 1, 0), run.text()[-3000:]
+            allowed = (-signal.SIGKILL if victim == "controller" else 1, 1, 0) if targets else (0,)
+            assert code in allowed, run.text()[-3000:]
+        kill += bool(targets)  # a run that ended before is no kill
         if code == 0:
             same(result(mode, directory), whole)
             number += 1
             directory = tmp_path / f"run{number}"
     finish(directory)
     same(result(mode, directory), whole)
-    tell({"mode": name, "kills": len(mode.victims), "identical": True})
+    tell({"mode": name, "kills": kill, "identical": True})

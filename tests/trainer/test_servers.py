@@ -155,6 +155,9 @@ def test_a_server_that_dies_in_use_comes_back_with_the_weights(tmp_path: Path) -
         assert torch.equal(again.batch["responses"], first.batch["responses"])
         rollout.sync_weights(4)
         assert [health.policy_version for health in group.call("health")] == [4, 4]
+        os.kill(group.replicas[1].infos[0].pid, signal.SIGKILL)  # between two updates: the next one finds a new process
+        rollout.sync_weights(5)
+        assert [health.policy_version for health in group.call("health")] == [5, 5]
 
 
 LOOP = """

@@ -219,7 +219,8 @@ class ServerRollout:
         Raises:
             WeightSyncError, WorkerError, RolloutError: one side failed or died, or waited for too long.
         """
-        self.group.repair()  # those that come back get the new weights with the others
+        if self.group.repair():  # they get the new weights with the others
+            self._links = None  # a process that is new cannot read on where the one before it was
         reports = self._hand_over(self.group.live, version, again=False)
         self._version = version
         slowest = max(reports, key=lambda report: report.seconds)
