@@ -77,10 +77,19 @@ def process_env(config: PPOConfig, device: str) -> dict[str, str]:
 
 
 def user_import_paths() -> list[str]:
-    """Where this process looks for modules before and beside the interpreter's own directories."""
-    own = {os.path.realpath(path) for path in sysconfig.get_paths().values()}
+    """Where this process looks for modules before and beside the interpreter's own directories.
+
+    Packages may add directories of their own to ``sys.path``, as setuptools does with older versions of other packages.
+    Those stay out: in front of the installed packages they would hide them.
+    """
+    own = {name: os.path.realpath(path) for name, path in sysconfig.get_paths().items()}
+    installed = tuple(f"{own[name]}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     paths = (os.path.realpath(path) for path in sys.path if not path.endswith(".zip"))
-    return [path for path in dict.fromkeys(paths) if path not in own and os.path.dirname(path) not in own]
+    return [
+        path
+        for path in dict.fromkeys(paths)
+        if path not in own.values() and os.path.dirname(path) not in own.values() and not path.startswith(installed)
+    ]
 
 
 def image_limits(config: PPOConfig) -> tuple[int | None, int | None] | None:
