@@ -158,7 +158,8 @@ class ModelWeights:
         """Make the new weights those that generation uses."""
         if self.in_place:
             for module in self._matrices:
-                _pack(module, remove_weight=False)
+                if not _pack(module, remove_weight=False):
+                    continue
                 self._packed_bytes += _weight(module).nbytes
                 if module in self._packed_only:
                     _weight(module).untyped_storage().resize_(0)
@@ -330,10 +331,17 @@ def deferred_packing() -> Iterator[None]:
         utils.dispatch_cpu_unquantized_gemm = original
 
 
-def _pack(module: nn.Module, *, remove_weight: bool) -> None:
+def _pack(module: nn.Module, *, remove_weight: bool) -> bool:
+    """Let vLLM pack a matrix; whether it did. It has no packed form for every data type on every processor."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
+    weight = _weight(module)
     dispatch_cpu_unquantized_gemm(module, remove_weight)
+    try:
+        getattr(module, _MULTIPLY)(weight.new_zeros(1, weight.shape[1]), weight.new_empty(0), None)
+    except (RuntimeError, IndexError):  # it multiplies with the plain matrix that it is given
+        return False
+    return True
 
 
 def _unpack(module: nn.Module) -> torch.Tensor:
