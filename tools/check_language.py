@@ -60,12 +60,15 @@ def paragraphs(page: str) -> Iterator[Paragraph]:
     for number, line in enumerate(page.splitlines(), 1):
         stripped = line.strip()
         if fence:
-            fence = "" if stripped.startswith(fence) else fence
+            fence = "" if stripped.startswith(fence) or (fence == "$$" and stripped.endswith("$$")) else fence
             continue
         if stripped.startswith(("```", "~~~")):
             fence = stripped[:3]
             yield from flush()
-        elif not stripped or stripped.startswith(("#", "|", "<", "![", "$$")):
+        elif stripped.startswith("$$"):
+            fence = "" if stripped.endswith("$$") and len(stripped) > 2 else "$$"
+            yield from flush()
+        elif not stripped or stripped.startswith(("#", "|", "<", "![")):
             yield from flush()
         else:
             if _MARKER.match(line):
