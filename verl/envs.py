@@ -96,7 +96,7 @@ _TABLE = (
         "VERL_SYNC_CHECK",
         "bool",
         False,
-        "Compare checksums of all weights on both sides of every weight hand-over, and fail when they differ. Slow.",
+        "Compare checksums of all weights on both sides of every weight sync, and fail when they differ. Slow.",
         _parse_bool,
     ),
     EnvVar(

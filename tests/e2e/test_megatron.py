@@ -21,7 +21,7 @@ SAME_NUMBERS = ("actor/pg_loss", "actor/grad_norm", "actor/kl_loss", "critic/sco
 def train(
     run_training: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., list[dict[str, Any]]]:
-    """Two steps of a run whose every hand-over of weights is checked."""
+    """Two steps of a run whose every weight sync is checked."""
     monkeypatch.setenv("VERL_SYNC_CHECK", "1")
     return lambda *overrides: run_training("trainer.total_training_steps=2", *overrides)
 

@@ -115,7 +115,7 @@ def generates(path: str, directory: Path) -> None:
 
 
 def generates_after_an_update(path: str, directory: Path) -> None:
-    """After an optimizer step, the hand-over makes generation use the new weights."""
+    """After an optimizer step, the weight sync makes generation use the new weights."""
     engine = make_engine(path, optim={"lr": 0.1})  # large enough that greedy tokens change in every family
     rollout = hf_rollout(path)
     WeightSync(engine, rollout).sync(1)

@@ -41,7 +41,7 @@ def section(model_dir: str, *overrides: str) -> ActorRolloutRefConfig:
 
 @pytest.fixture
 def make_worker(tiny_model_dir: str) -> Iterator[Callable[..., Any]]:
-    """A maker of workers that have an actor and a rollout, the weights handed over as version 0."""
+    """A maker of workers that have an actor and a rollout, the weights synced as version 0."""
 
     def make(*overrides: str) -> Any:
         worker = ActorRolloutRefWorker(section(tiny_model_dir, *overrides), **RUNTIME)

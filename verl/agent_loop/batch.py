@@ -25,7 +25,7 @@ from verl.workers.rollout.batch import position_ids_from_mask, requests_from_bat
 if TYPE_CHECKING:
     from verl.config import RolloutConfig
 
-#: columns of a row that its agent loop is given, as far as the batch has them
+#: batch columns passed to the agent loop, if present
 ROW_FIELDS = (
     "raw_prompt",
     "agent_name",

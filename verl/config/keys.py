@@ -233,7 +233,7 @@ UNSUPPORTED: Sequence[Unsupported] = (
     Unsupported(f"{_R}.pipeline_model_parallel_size", _PARALLEL, (1,)),
     Unsupported(
         f"{_R}.layered_summon",
-        "gathers the weights layer by layer; here they are always handed over piece by piece, so leave it out",
+        "gathers the weights layer by layer; here they are always synced piece by piece, so leave it out",
         (True, False),
     ),
     Unsupported(

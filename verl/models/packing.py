@@ -1,4 +1,4 @@
-"""Turning a padded batch into what a model runs on, and finding every number's way back.
+"""Pack padded batches for the model and scatter its outputs back to (B, R).
 
 A batch has prompts padded on the left and responses padded on the right (B, P+R). A model can read it in two ways:
 

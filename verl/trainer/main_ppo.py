@@ -324,7 +324,7 @@ class TaskRunner:
         )
 
     def check_agents(self, tokenizer: Any) -> None:
-        """Agent loops and tools that do not exist or cannot work are told before anything starts."""
+        """Fail early on unknown or misconfigured agent loops and tools."""
         from verl.agent_loop.runner import AgentLoopRunner
 
         rollout, data = self.config.actor_rollout_ref.rollout, self.config.data

@@ -15,12 +15,12 @@ R = TypeVar("R")
 
 
 class BackgroundTask:
-    """Runs a function in a thread of its own; what it raised is raised by the next question about it.
+    """Runs a function in a thread of its own; exceptions are re-raised by the next `done()` or `wait()`.
 
     Args:
         action: what to do; None for a task that is over already.
         name: of the thread.
-        niceness: at least so far the thread steps back where processors are scarce, 0 to 19; Linux only.
+        niceness: minimum nice value of the thread (Linux), 0 to 19; Linux only.
     """
 
     def __init__(

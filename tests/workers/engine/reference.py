@@ -110,7 +110,7 @@ def make_engine(
 
 
 def check_forms(engine: TrainEngine, scaling: float) -> None:
-    """What an engine with adapters hands over: merged, apart and the adapters alone are the same policy."""
+    """What an engine with adapters sends: merged, apart and the adapters alone are the same policy."""
     merged_form, apart, alone = (
         {name: tensor.clone() for name, tensor in engine.named_tensors(form)} for form in get_args(WeightForm)
     )

@@ -162,7 +162,7 @@ def test_dropped_weights_are_not_replaced_by_newer_ones(engine: Any) -> None:
     run_blocking(engine.sleep())
     with torch.no_grad():
         policy.model.norm.weight.add_(0.5)  # an optimizer step
-    with pytest.raises(RolloutError, match="weights of version 5 were given back .* hand over the new ones"):
+    with pytest.raises(RolloutError, match="weights of version 5 were given back .* sync the new ones"):
         run_blocking(engine.wake())
     asyncio.run(hand_over(engine, policy, 6))
     run_blocking(engine.wake())

@@ -219,7 +219,7 @@ def test_ranks_that_vllm_has_no_room_for_come_merged_or_are_refused(
     with caplog.at_level(logging.WARNING, "verl"):
         engine = make_engine(model, tmp_path, adapter={"lora_rank": 600})
     assert not engine.takes_adapter
-    assert "Every update hands over whole weights with the adapter added to them" in caplog.text
+    assert "Every update sends whole weights with the adapter added to them" in caplog.text
 
 
 def test_a_merged_adapter_is_asked_for(model: torch.nn.Module, tmp_path: Path) -> None:

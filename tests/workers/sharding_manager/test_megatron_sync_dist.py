@@ -170,7 +170,7 @@ def test_what_moves_is_what_was_planned_and_generates_alike(tmp_path: Path) -> N
 
 
 def adapters_are_merged_on_the_way(path: str) -> None:
-    """What is handed over is not what is trained, so whole tensors are made of it."""
+    """What is synced is not what is trained, so whole tensors are made of it."""
     engine = trained(path, tp=2, model={"lora_rank": 2, "lora_alpha": 8.0})
     rollout = hf_rollout(path)
     sync = make_sharding_manager("megatron", "hf", engine, rollout, bucket_bytes=BUCKET, on_unchanged="error")

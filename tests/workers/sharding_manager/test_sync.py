@@ -101,7 +101,7 @@ def test_sharded_parameters_stream_in_buckets(model: torch.nn.Module, tmp_path: 
 
 
 def test_streamed_tensors_are_given_up_bucket_by_bucket(model: torch.nn.Module, tmp_path: Path) -> None:
-    """Otherwise a second model would pile up while weights are handed over."""
+    """Otherwise a second model would pile up while weights are synced."""
     drawn: list[StorageWeakRef] = []
     alive: list[int] = []
 

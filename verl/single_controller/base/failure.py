@@ -24,7 +24,7 @@ def worker_error(role: str, rank: int, method: str, error: Exception, caught_in:
     """Report an exception of a worker's method.
 
     The traceback travels as text, because exceptions of user code need not pickle. What the library itself says of
-    the input, a checkpoint, weights handed over or a number that is not finite is a message that needs none.
+    the input, a checkpoint, weights synced or a number that is not finite is a message that needs none.
 
     Args:
         role: the worker's role.

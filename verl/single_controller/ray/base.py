@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 DETACHED_NAMESPACE = "verl"
 #: seconds to wait, after one rank failed, for the failure that may have caused it on another
 GRACE_S = 1.0
-#: seconds after which the results that are there are looked at, though others are still missing
+#: poll interval for completed results, in seconds
 LOOK_S = 1.0
 #: seconds of waiting after which, again and again, the log says for whom
 REPORT_S = 600.0

@@ -1,4 +1,4 @@
-"""Whether the chosen estimator and loss can run with what a run makes; asked before anything is started."""
+"""Start-up checks: does this configuration produce every field that the estimator and the policy loss need?"""
 
 from __future__ import annotations
 

@@ -128,17 +128,15 @@ GLOSSARY: dict[str, str] = {
         "Updates of the rollout's weights between the first token of a response and the step that trains on it."
     ),
     "training/stale_token_fraction": "Share of sampled tokens that older weights than the newest sampled.",
-    # weight hand-over
+    # weight sync
     "weight_sync/version": "Version of the weights that the rollout has: the step that made them.",
-    "weight_sync/seconds": "Wall time of the weight hand-over.",
+    "weight_sync/seconds": "Wall time of the weight sync.",
     "weight_sync/{copied|shared}_mb": "Weights in the rollout's own copy, and weights that it reads in place, in MiB.",
-    "weight_sync/changed_tensors": (
-        "Weights that differ from those handed over before (rollout.on_unchanged_weights)."
-    ),
+    "weight_sync/changed_tensors": ("Weights that differ from those synced before (rollout.on_unchanged_weights)."),
     "weight_sync/received_mb": (
         "Weights that a rank got from others where the rollout splits the model, in MiB: its part, less what it trains."
     ),
-    "weight_sync/buckets": "Pieces in which weights were handed over.",
+    "weight_sync/buckets": "Pieces in which weights were synced.",
     # run
     "training/{global_step|epoch}": "Where the training stands.",
     "training/rollout_probs_diff_{mean|max|std}": (

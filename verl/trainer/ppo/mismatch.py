@@ -127,7 +127,7 @@ def diagnose(
                     "weights",
                     f"differences of {mean:.3g} nats have no pattern although the weights count as current: the "
                     "rollout does not compute with the weights it was given; VERL_SYNC_CHECK=1 compares checksums "
-                    "after each hand-over. Otherwise compare model, position ids and chat template of both sides",
+                    "after each weight sync. Otherwise compare model, position ids and chat template of both sides",
                 )
             )
     return findings

@@ -133,7 +133,7 @@ class ServerRollout:
         seed: seed of the run.
         host: address under which the servers reach this process.
         device: ``"cpu"`` or ``"cuda"``.
-        timeout_s: longest wait of one side of a hand-over for the other.
+        timeout_s: longest wait of one side of a weight sync for the other.
         agents: runs agent loops on the servers; None: every prompt gets one response.
     """
 

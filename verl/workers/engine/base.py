@@ -1,4 +1,4 @@
-"""What every training engine offers; roles and weight hand-over know engines through these types only."""
+"""What every training engine offers; roles and weight sync know engines through these types only."""
 
 from __future__ import annotations
 

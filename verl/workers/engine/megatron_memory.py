@@ -1,4 +1,4 @@
-"""Moving a model's memory to the host and back under the feet of those who hold views of it.
+"""Offload storages in place, so that existing views stay valid.
 
 Megatron-core keeps parameters, gradients and optimizer shards as views of a few large buffers. Replacing the tensors
 would cut these ties; emptying and refilling their storages keeps every view valid.

@@ -42,7 +42,7 @@ def sliced_weights(
 
     Args:
         table: of the model's weights, the embedding first.
-        shapes: of the Hugging Face tensors, in hand-over order.
+        shapes: of the Hugging Face tensors, in weight sync order.
         dtypes: of the Megatron weights of all stages; of experts the first one's of a rank.
         local: the rank's own Megatron weights.
         place: of the rank.

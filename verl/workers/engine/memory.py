@@ -1,4 +1,4 @@
-"""Going on when a micro-batch does not fit into memory: no cut changes a result, so a smaller one is tried."""
+"""Retry with smaller micro-batches after an out-of-memory error. Results do not depend on the micro-batch size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of an engine that are on the device while somebody needs them, and may leave it otherwise."""
+"""Reference-counted on- and offloading of model and optimizer state."""
 
 from __future__ import annotations
 

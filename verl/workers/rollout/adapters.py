@@ -33,6 +33,6 @@ def merge_instead(rollout: RolloutConfig, reason: str) -> None:
     if rollout.lora_merge is False:
         raise ConfigError(
             f"actor_rollout_ref.rollout.lora_merge=False, but {text}; leave it out, or set it to True, and whole "
-            "weights are handed over"
+            "weights are synced"
         )
-    logger.warning("%s. Every update hands over whole weights with the adapter added to them.", text)
+    logger.warning("%s. Every update sends whole weights with the adapter added to them.", text)

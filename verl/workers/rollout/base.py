@@ -212,11 +212,11 @@ class WeightPart:
 
 
 class RolloutEngine(ABC):
-    """Generates with the current policy. Awake it serves requests; asleep it holds no memory that it can give back."""
+    """Generates with the current policy. While awake it serves requests. While asleep it has released all releasable memory."""
 
     #: what right-padding of responses should use
     pad_token_id: int
-    #: where requests wait while the engine is paused; ``generate_many`` runs through it
+    #: queue of requests while the engine is paused; ``generate_many`` runs through it
     gate: Gate
 
     #: where one of the ranks that share the weights serves all requests: it calls this when the others must join in
@@ -263,7 +263,7 @@ class RolloutEngine(ABC):
         """Sample no further token, and let requests wait, new ones too, until :meth:`resume`.
 
         Nothing is in flight then: the engine may sleep and take new weights. Requests keep their tokens and go on with
-        the next one; their keys and values are computed again, with the weights that there are then. Where ranks share
+        the next one; their keys and values are recomputed with the weights loaded at that time. Where ranks share
         the weights, all of them pause and resume.
         """
         self.gate.close()

@@ -1,4 +1,4 @@
-"""The side that asks: it chooses a replica for each request, and another one where that fails."""
+"""Client of the rollout servers: load balancing, sticky sessions, failover."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas of a rollout engine as Ray actors: started, watched, restarted, ended."""
+"""Lifecycle of rollout replicas (Ray actors): start, health checks, restart, shutdown."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ReplicaGroup:
     """Starts replicas and keeps them alive.
 
     Ray restarts a process that dies, up to ``max_restarts`` times, under the same handle. It comes back without an
-    engine; :meth:`repair` makes one, and whoever calls that has to hand over the weights.
+    engine; :meth:`repair` makes one, and whoever calls that has to sync the weights.
 
     Args:
         spec: what each replica hosts.

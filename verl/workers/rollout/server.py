@@ -1,4 +1,4 @@
-"""A rollout engine in a process of its own: what it serves, how it gets weights, what it says about itself.
+"""A rollout engine in a process of its own: request serving, weight updates, health reporting.
 
 :class:`RolloutServer` is a plain class with coroutines; :mod:`verl.workers.rollout.group` runs it as a Ray actor and
 :mod:`verl.workers.rollout.client` talks to it.
@@ -331,7 +331,7 @@ class RolloutServer:
         if self._broken is not None:
             raise ReplicaError(f"{self.name} is broken: {self._broken}")
         if self.engine is None or not self._has_weights:
-            raise ReplicaError(f"{self.name} has no weights; hand over the policy's (sync_weights) first")
+            raise ReplicaError(f"{self.name} has no weights; sync the policy's (sync_weights) first")
         self._start_work(count)
         try:
             yield self.engine

@@ -195,7 +195,7 @@ def check_ready(*, updating: bool, complete: bool, awake: Collection[MemoryPart]
     if updating:
         raise RolloutError("a weight update is running; generate after end_update")
     if not complete:
-        raise RolloutError("the rollout has no complete weights; hand over the policy's weights (sync_weights) first")
+        raise RolloutError("the rollout has no complete weights; sync the policy's weights (sync_weights) first")
     asleep = [part for part in MEMORY_PARTS if part not in awake]
     if asleep:
         raise RolloutError(f"the rollout is asleep ({', '.join(asleep)}); call wake() before generating")

@@ -133,7 +133,7 @@ class SGLangRolloutEngine(RolloutEngine):
         self._version = -1
         self._next_version: int | None = None
         self._complete = False
-        self._values = False  # the server's memory has the values of the last hand-over
+        self._values = False  # the server's memory has the values of the last weight sync
         self._new_base = False  # the update that is running brings base weights
         self._arriving: dict[str, LiveWeight] | None = None
         self._live: dict[str, LiveWeight] | None = None
@@ -448,7 +448,7 @@ class SGLangRolloutEngine(RolloutEngine):
 
     @staticmethod
     def _unchanged(live: Mapping[str, LiveWeight] | None) -> bool:
-        """Whether these tensors of the training engine are what they were when they were handed over."""
+        """Whether these tensors of the training engine are what they were when they were synced."""
         return live is not None and all(item.unchanged for item in live.values())
 
     def _live_base(self) -> dict[str, LiveWeight] | None:
@@ -460,7 +460,7 @@ class SGLangRolloutEngine(RolloutEngine):
             self._complete = False
             raise RolloutError(
                 f"the weights of version {self._version} were given back and the training engine's have changed since; "
-                "hand over the new ones (sync_weights) before generating"
+                "sync the new ones (sync_weights) before generating"
             )
         assert self._live is not None
         await self._control("/begin_weight_update", {})

@@ -1,7 +1,7 @@
 """vLLM as a rollout engine, in the training processes and on their devices.
 
 Every rank runs vLLM's engine itself: its scheduler, its cache and its share of the weights live in the rank's own
-process, so weights are handed over by reference, whatever the training engine. With tensor parallelism, neighbouring
+process, so weights are synced by reference, whatever the training engine. With tensor parallelism, neighbouring
 ranks run the same schedule over the same requests, which they exchange first.
 """
 
@@ -161,7 +161,7 @@ class VLLMRolloutEngine(RolloutEngine):
         self._version = -1
         self._next_version: int | None = None
         self._complete = False
-        self._values = False  # memory of the weights has the values of the last hand-over
+        self._values = False  # memory of the weights has the values of the last weight sync
         self._live: dict[str, LiveWeight] | None = None
         #: of the update that is running: what may become ``_live``, and which parts have begun to arrive
         self._arriving: dict[str, LiveWeight] | None = None
@@ -450,7 +450,7 @@ class VLLMRolloutEngine(RolloutEngine):
             self._complete = False
             raise RolloutError(
                 f"the weights of version {self._version} were given back and the training engine's have changed since; "
-                "hand over the new ones (sync_weights) before generating"
+                "sync the new ones (sync_weights) before generating"
             )
         self._read_base()
         _, adapter = split_adapter(self._live_tensors())

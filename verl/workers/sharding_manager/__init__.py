@@ -1,4 +1,4 @@
-"""The hand-over of weights between training and generation, which share one set of parameters where they can.
+"""The weight sync between training and generation, which share one set of parameters where they can.
 
 ``sync`` joins a source, a transport and a sink; ``colocated``, ``broadcast`` and ``disk`` are the transports;
 ``layout``, ``reshard`` and ``resharder`` change how a model is cut over ranks; ``bindings`` says which engines fit.

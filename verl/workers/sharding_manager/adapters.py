@@ -31,7 +31,7 @@ class AdapterSource:
 
     def __init__(self, engine: AdaptedSource) -> None:
         self.engine = engine
-        #: the next hand-over brings the base weights too
+        #: the next weight sync brings the base weights too
         self.with_base = True
 
     @property
@@ -73,7 +73,7 @@ class AdapterSync(WeightSync):
         return await super().transfer(version, stepped=stepped)
 
     async def _check(self) -> None:
-        self.adapted.with_base = True  # what was handed over before must still be there
+        self.adapted.with_base = True  # what was synced before must still be there
         await super()._check()
 
 

@@ -1,4 +1,4 @@
-"""What the hand-over of weights needs from both sides, and what it reports."""
+"""Interfaces of weight sync (source, sink) and its reports."""
 
 from __future__ import annotations
 
@@ -71,16 +71,16 @@ class WeightSink(Protocol):
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One hand-over, as the receiving side sees it.
+    """One weight sync, as the receiving side sees it.
 
     Attributes:
         version: policy version that the rollout has now.
         seconds: wall time.
         bytes_copied: bytes that were written to memory of the rollout; of an adapter alone those that arrived.
         bytes_shared: bytes that the rollout reads in the training engine's own memory.
-        tensors: weights handed over.
+        tensors: weights synced.
         buckets: calls to the rollout's ``load``.
-        changed: weights that differ from the last hand-over; None when nobody looked.
+        changed: weights that differ from the last weight sync; None when nobody looked.
         bytes_received: bytes that came from other ranks by a plan; None where there was none.
     """
 
@@ -111,7 +111,7 @@ class SyncReport:
 
 @dataclass(frozen=True)
 class SendReport:
-    """One hand-over, as a sending side in another process sees it.
+    """One weight sync, as a sending side in another process sees it.
 
     Attributes:
         version: policy version that was sent.

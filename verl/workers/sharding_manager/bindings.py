@@ -77,7 +77,7 @@ def megatron_sglang(source: WeightSource, sink: WeightSink, *, bucket_bytes: int
 
 
 def _parts_or_whole(source: WeightSource, sink: WeightSink, *, bucket_bytes: int, on_unchanged: str) -> ShardingManager:
-    """By a plan, or tensor by tensor where what is trained is not what is handed over (adapters)."""
+    """By a plan, or tensor by tensor where what is trained is not what is synced (adapters)."""
     if isinstance(source, ShardedSource) and source.shards() is not None:
         return ShardedSync(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
     return WeightSync(source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)

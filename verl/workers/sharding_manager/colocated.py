@@ -47,7 +47,7 @@ _OF_CUDA_HANDLES = frozenset(
 class ColocatedTransport(Transport):
     """Both sides in one process: tensors are passed on as they are and nothing is copied.
 
-    ``send`` only remembers what to hand over; tensors are drawn while the receiver takes them. Live tensors come in one
+    ``send`` only remembers what to send; tensors are drawn while the receiver takes them. Live tensors come in one
     bucket, since they need no memory; others are drawn a bucket at a time.
 
     Args:

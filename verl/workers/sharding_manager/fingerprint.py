@@ -32,7 +32,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 class ChangeDetector:
-    """Compares the weights of a hand-over with those of the one before.
+    """Compares the weights of a weight sync with those of the one before.
 
     Identical weights after an optimizer step mean that the rollout goes on with an old policy: a copy that is never
     refreshed, parameters that are not those being trained. A learning rate of 0 or a skipped step looks the same, so
@@ -61,11 +61,11 @@ class ChangeDetector:
     def finish(
         self, version: int, *, stepped: bool = True, combine: Callable[[Tensor], object] | None = None
     ) -> int | None:
-        """After a hand-over.
+        """After a weight sync.
 
         Args:
-            version: that was handed over.
-            stepped: an optimizer step lies between this hand-over and the last.
+            version: that was synced.
+            stepped: an optimizer step lies between this weight sync and the last.
             combine: adds up, in place, the fingerprints (N,) int64 of the parts that ranks have seen.
 
         Returns:
@@ -81,16 +81,16 @@ class ChangeDetector:
             combine(marks)
         now = dict(zip(self._now, marks.tolist(), strict=True))
         before, self._now = self._before, {}
-        self._before = before | now  # what is not in every hand-over (frozen weights) is remembered
+        self._before = before | now  # what is not in every weight sync (frozen weights) is remembered
         if not before:
             return None
         changed = sum(before.get(name) != value for name, value in now.items())
         if changed or not stepped:
             return changed
         problem = (
-            f"0 of {len(now)} tensors changed between the last hand-over and version {version}, although the optimizer "
-            "made a step: the rollout would go on with the old policy. Are other parameters trained than those handed "
-            "over, or is the learning rate too small for their dtype? (rollout.on_unchanged_weights)"
+            f"0 of {len(now)} tensors changed between the last weight sync and version {version}, although the "
+            "optimizer made a step: the rollout would continue with the old policy. Are the trained parameters others "
+            "than the synced ones, or is the learning rate too small for their dtype? (rollout.on_unchanged_weights)"
         )
         if self.on_unchanged == "error":
             raise WeightSyncError(problem)

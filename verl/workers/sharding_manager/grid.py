@@ -141,7 +141,7 @@ def sharing_ranks(
     """Which ranks generate together with one split model, after fully sharded or tensor-parallel training.
 
     Groups of :func:`generation_groups` where they stay within a machine and the model divides; there each rank trains
-    a part of what it generates with. Elsewhere neighbours, whose talk during generation costs more than a hand-over.
+    a part of what it generates with. Elsewhere neighbours, whose talk during generation costs more than a weight sync.
 
     Args:
         world: number of ranks.

@@ -95,7 +95,7 @@ class Layout:
     """Where the parts of a model are.
 
     Attributes:
-        tensors: name -> shape and dtype of the whole tensor, in hand-over order.
+        tensors: name -> shape and dtype of the whole tensor, in weight sync order.
         placements: name -> who holds what of it.
         stored_in: name -> what its local tensors are called, for names that share theirs (fused projections).
     """
@@ -480,7 +480,7 @@ def aligned_shard_dim(splits: Sequence[Split], axis: str = "tp") -> Callable[[st
     """Per tensor the dimension that generation cuts, for FSDP to cut it too; 0 where generation does not cut.
 
     A shard along another dimension than the generation's slice overlaps it only in part: both the traffic and the
-    memory of the hand-over grow.
+    memory of the weight sync grow.
     """
 
     def dim(name: str) -> int:

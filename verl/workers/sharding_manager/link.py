@@ -1,4 +1,4 @@
-"""Where a trainer and rollout servers in other processes meet to hand over weights."""
+"""Where a trainer and rollout servers in other processes meet for a weight sync."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ class Plan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors in hand-over order."""
+        """The tensors in weight sync order."""
         return tuple(self.target.tensors)
 
     @property

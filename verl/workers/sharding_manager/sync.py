@@ -1,4 +1,4 @@
-"""Weight hand-over: a source, a transport, a sink."""
+"""Weight sync: a source, a transport, a sink."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class WeightSync:
     """Gives a rollout engine the weights of a training engine in the same process.
 
     When the training engine holds whole parameters, the rollout gets those very tensors: no copy is made unless it
-    generates in another dtype or on another device, and a later hand-over only raises the version. Otherwise the
+    generates in another dtype or on another device, and a later weight sync only raises the version. Otherwise the
     whole tensors are streamed, one bucket at a time, so that the peak is the rollout's weights plus one bucket.
 
-    With ``VERL_SYNC_CHECK=1`` both sides' checksums are compared after every hand-over.
+    With ``VERL_SYNC_CHECK=1`` both sides' checksums are compared after every weight sync.
 
     Args:
         source: the training engine.
@@ -59,7 +59,7 @@ class WeightSync:
 
         Args:
             version: higher than the rollout's.
-            stepped: the optimizer made a step since the last hand-over.
+            stepped: the optimizer made a step since the last weight sync.
 
         Returns:
             Metrics: version, seconds, megabytes copied and shared, buckets.
@@ -75,16 +75,16 @@ class WeightSync:
         if version <= self.sink.policy_version:
             raise WeightSyncError(
                 f"weights of version {version} were offered, but the rollout already has version "
-                f"{self.sink.policy_version}; versions must increase with every hand-over"
+                f"{self.sink.policy_version}; versions must increase with every weight sync"
             )
         self.last_report = await self.transfer(version, stepped=stepped)
         if envs.get("VERL_SYNC_CHECK"):
             await self._check()
-        logger.debug("weights handed over: %s", self.last_report)
+        logger.debug("weights synced: %s", self.last_report)
         return self.last_report
 
     async def transfer(self, version: int, *, stepped: bool) -> SyncReport:
-        """Bring the weights over, and look whether they changed."""
+        """Transfer the weights and detect whether any changed."""
         live = self.source.local_tensors()
         weights: Weights = live.items() if live is not None else self.source.named_tensors()
         transport = ColocatedTransport(self.bucket_bytes)
@@ -106,7 +106,7 @@ class WeightSync:
 
 
 class WeightSender:
-    """The training side of a hand-over to other processes. Every rank of the training engine makes one.
+    """The training side of a weight sync to other processes. Every rank of the training engine makes one.
 
     Args:
         source: the training engine.
@@ -150,7 +150,7 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """The rollout side of a hand-over from another process.
+    """The rollout side of a weight sync from another process.
 
     With ``VERL_SYNC_CHECK=1`` the rollout's weights are compared with what arrived; where the sender has the variable
     set too, the transport checks that this is what was sent.
@@ -237,6 +237,6 @@ def _compare(expected: dict[str, str], actual: dict[str, str]) -> None:
     wrong = sorted(name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name))
     if wrong:
         raise WeightSyncError(
-            f"after the hand-over {len(wrong)} of {len(actual)} weights differ between training and rollout: "
+            f"after the weight sync {len(wrong)} of {len(actual)} weights differ between training and rollout: "
             f"{', '.join(wrong[:5])}; the rollout would generate with another policy"
         )

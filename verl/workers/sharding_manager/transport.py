@@ -86,8 +86,8 @@ def require_newer(version: int, known: int) -> None:
     """Refuse a version that is not higher than ``known``."""
     if version <= known:
         raise WeightSyncError(
-            f"weights of version {version} were offered, but version {known} was handed over already; versions must "
-            "increase with every hand-over"
+            f"weights of version {version} were offered, but version {known} was synced already; versions must "
+            "increase with every weight sync"
         )
 
 
