@@ -212,7 +212,10 @@ class WeightPart:
 
 
 class RolloutEngine(ABC):
-    """Generates with the current policy. While awake it serves requests. While asleep it has released all releasable memory."""
+    """Generates with the current policy.
+
+    While awake it serves requests. While asleep it has released all releasable memory.
+    """
 
     #: what right-padding of responses should use
     pad_token_id: int

@@ -44,9 +44,9 @@ class ShardedSync(WeightSync):
     """Gives every rank its part of the weights, written straight into the rollout's memory.
 
     The rollout says which boxes of which weights it reads, on every rank; the layout change from the training engine's
-    shards is planned once and then run at each weight sync. The peak is shards + one bucket + the generation shard, where
-    :class:`WeightSync` moves every whole tensor to every rank. A rollout that cannot name boxes of a weight, on any
-    rank, gets whole tensors.
+    shards is planned once and then run at each weight sync. The peak is shards + one bucket + the generation shard.
+    :class:`WeightSync` moves every whole tensor to every rank instead. A rollout that cannot name boxes of a weight, on
+    any rank, gets whole tensors.
 
     Args:
         source: the training engine, spread over all ranks of the default group.
