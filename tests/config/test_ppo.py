@@ -262,6 +262,15 @@ def test_the_smallest_command_line(ppo):
             "variable VERL_SERVER_API_KEY, which clients send as their api_key, or listen on 127.0.0.1",
         ),
         (
+            [
+                "trainer.deterministic=True",
+                f"{ARR}.rollout.mode=async",
+                f"{ARR}.rollout.max_num_seqs=1",
+                f"{ARR}.rollout.over_sample_rate=0.5",
+            ],
+            "with actor_rollout_ref.rollout.over_sample_rate=0.5 and mode='async' the moments at which requests reach",
+        ),
+        (
             ["trainer.deterministic=True", f"{ARR}.rollout.agent.default_agent_loop=single_turn_agent"],
             "trainer.deterministic=True: agent loops are batched as they arrive, and what a batch rounds depends on "
             "who is in it; generate with rollout.name=hf and rollout.max_num_seqs=1, which computes one sequence at a "

@@ -36,7 +36,14 @@ ASYNC = [
     f"{R}.agent.num_workers=1",
     f"{R}.agent.default_agent_loop=single_turn_agent",
 ]
-PARTIAL = [*ASYNC, f"{R}.over_sample_rate=0.5", f"{R}.partial_rollout=True", "data.train_batch_size=4"]
+#: in the workers: which samples servers complete first depends on when requests reach them
+PARTIAL = [
+    "trainer.deterministic=True",
+    f"{R}.max_num_seqs=1",
+    f"{R}.over_sample_rate=0.5",
+    f"{R}.partial_rollout=True",
+    "data.train_batch_size=4",
+]
 FIXED = [
     "data.train_batch_size=8",
     "data.max_length=16",
@@ -67,7 +74,7 @@ SERVED_VICTIMS = ["controller", "server", "agent", "worker", "raylet", "controll
 MODES = {
     "sync": Mode("train", TRAIN, [*SYNC_VICTIMS, *SYNC_VICTIMS]),
     "agents": Mode("train", [*TRAIN, *ASYNC], [*SERVED_VICTIMS, "controller", "raylet"]),
-    "partial": Mode("train", [*TRAIN, *PARTIAL], [*SERVED_VICTIMS, "controller", "agent"]),
+    "partial": Mode("train", [*TRAIN, *PARTIAL], [*SYNC_VICTIMS, *SYNC_VICTIMS]),
     "sft": Mode("sft", ["data.train_files={task}/sft.jsonl", "model.path={model}", *FIXED], ["controller"] * 8),
     "preference": Mode(
         "preference",

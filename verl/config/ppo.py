@@ -436,6 +436,12 @@ class PPOConfig(Config):
                 "who is in it; generate with rollout.name=hf and rollout.max_num_seqs=1, which computes one sequence "
                 "at a time, or leave it off"
             )
+        if trainer.deterministic and rollout.over_sample_rate > 0 and rollout.mode == "async":
+            yield (
+                f"trainer.deterministic=True: with actor_rollout_ref.rollout.over_sample_rate={rollout.over_sample_rate} "
+                "and mode='async' the moments at which requests reach the servers decide which samples a step takes; "
+                "use mode=sync, or leave one of them off"
+            )
         parallel = rollout.tensor_model_parallel_size
         if trainer.n_gpus_per_node % parallel:
             yield (
