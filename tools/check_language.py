@@ -33,20 +33,11 @@ PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md")
 LONG_SENTENCES_ALLOWED: frozenset[str] = frozenset(
     {
         "docs/agents.md",
-        "docs/certificate.md",
-        "docs/checkpoints.md",
-        "docs/data.md",
-        "docs/differences.md",
-        "docs/entry_points.md",
-        "docs/extending.md",
         "docs/hybrid_engine.md",
-        "docs/invariance.md",
-        "docs/lora.md",
         "docs/megatron.md",
         "docs/multimodal.md",
         "docs/performance.md",
         "docs/rollout.md",
-        "docs/trust_model.md",
     }
 )
 
