@@ -32,7 +32,6 @@ PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md")
 #: pages that still contain long sentences; idioms are checked in them too
 LONG_SENTENCES_ALLOWED: frozenset[str] = frozenset(
     {
-        "docs/agents.md",
         "docs/hybrid_engine.md",
         "docs/megatron.md",
         "docs/multimodal.md",
