@@ -33,7 +33,6 @@ PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md")
 LONG_SENTENCES_ALLOWED: frozenset[str] = frozenset(
     {
         "docs/hybrid_engine.md",
-        "docs/multimodal.md",
         "docs/performance.md",
         "docs/rollout.md",
     }
