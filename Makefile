@@ -180,13 +180,13 @@ test-sglang: install-sglang ## the tests of generation with SGLang, on a CPU
 	@$(SGLANG_VENV)/bin/python -m pytest -q -m sglang $(HAND_OVER_TESTS)
 
 .PHONY: check
-check: $(STAMPS)/dev ## style, import layers, types, generated documentation, language of the pages
+check: $(STAMPS)/dev ## style, import layers, types, language, generated documentation
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports
 	@$(BIN)/mypy
-	@for script in $(wildcard tools/gen_*.py); do $(BIN)/python $$script --check; done
 	@$(BIN)/python tools/check_language.py
+	@for script in $(wildcard tools/gen_*.py); do $(BIN)/python $$script --check; done
 
 .PHONY: format
 format: $(STAMPS)/dev ## let ruff lay out the code

@@ -438,8 +438,9 @@ class PPOConfig(Config):
             )
         if trainer.deterministic and rollout.over_sample_rate > 0 and rollout.mode == "async":
             yield (
-                f"trainer.deterministic=True: with actor_rollout_ref.rollout.over_sample_rate={rollout.over_sample_rate} "
-                "and mode='async' the moments at which requests reach the servers decide which samples a step takes; "
+                "trainer.deterministic=True: with actor_rollout_ref.rollout.over_sample_rate="
+                f"{rollout.over_sample_rate:g} and mode='async' the moments at which requests reach the servers decide "
+                "which samples a step takes; "
                 "use mode=sync, or leave one of them off"
             )
         parallel = rollout.tensor_model_parallel_size
