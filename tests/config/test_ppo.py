@@ -269,8 +269,8 @@ def test_the_smallest_command_line(ppo):
                 f"{ARR}.rollout.over_sample_rate=0.5",
             ],
             "trainer.deterministic=True: with actor_rollout_ref.rollout.over_sample_rate=0.5 and mode='async' the "
-            "moments at which requests reach the servers decide which samples a step takes; use mode=sync, or leave one "
-            "of them off",
+            "moments at which requests reach the servers decide which samples a step takes; use mode=sync, or leave "
+            "one of them off",
         ),
         (
             ["trainer.deterministic=True", f"{ARR}.rollout.agent.default_agent_loop=single_turn_agent"],
