@@ -54,14 +54,14 @@ def engine(tiny_model_dir: str, model: Any) -> HFRolloutEngine:
 
 @pytest.fixture(scope="module", autouse=True)
 def every_turn() -> Any:
-    register_parser("every_turn")(EveryTurnCalls)
+    register_parser("every_turn_of_the_engine")(EveryTurnCalls)
     yield
-    PARSERS._items.pop("every_turn")
+    PARSERS._items.pop("every_turn_of_the_engine")
 
 
 @torch.no_grad()
 def test_rows_have_the_sampled_ids_and_log_probs(engine: HFRolloutEngine, model: Any, tiny_model_dir: str) -> None:
-    limits = {"format": "every_turn", "max_assistant_turns": 4}
+    limits = {"format": "every_turn_of_the_engine", "max_assistant_turns": 4}
     runner = AgentLoopRunner(config(multi_turn=limits), load_tokenizer(tiny_model_dir), tools={"echo": echo})
     seen: list[tuple[list[int], list[int]]] = []
 

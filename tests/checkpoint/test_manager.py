@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -375,10 +376,21 @@ def test_state_files_round_trip(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["trainer_state.pt"]
 
 
+class RunsCode:
+    """An object whose unpickling creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
 def test_a_state_file_cannot_run_code(tmp_path: Path) -> None:
-    torch.save({"path": Path("x")}, tmp_path / "data.pt")  # any class at all is refused
+    torch.save({"state": RunsCode(tmp_path / "made")}, tmp_path / "data.pt")
     with pytest.raises(CheckpointError, match=r"data\.pt' cannot be read"):
         load_state(tmp_path / "data.pt")
+    assert not (tmp_path / "made").exists()
 
 
 def test_missing_and_damaged_state_files_are_named(tmp_path: Path) -> None:

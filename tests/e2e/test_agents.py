@@ -130,6 +130,7 @@ def test_agent_loops_on_servers_make_the_trajectories_that_those_in_the_workers_
     assert len({trace["session"] for trace in traces}) == 16
 
 
+@pytest.mark.slow
 def test_an_agent_run_repeats_bit_for_bit_whenever_its_tools_answer(
     run_training: Run, agents: list[str], tmp_path: Path
 ) -> None:

@@ -344,6 +344,7 @@ PPO_CUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_local")
 def test_ppo_gives_the_same_numbers_however_its_critic_is_cut(
     squares: list[str], run_training: Callable[..., list[dict[str, Any]]]

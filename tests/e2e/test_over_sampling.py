@@ -95,7 +95,7 @@ def test_overlong_responses_are_left_out_of_the_update(
 
 
 @pytest.mark.usefixtures("ray_local")
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 def test_two_workers(run_training: Callable[..., list[dict[str, Any]]], partial: list[str], mode: str) -> None:
     rows = run_training(
         *partial,

@@ -152,8 +152,8 @@ def _score(
             )
     scores = resolve(outcomes, [str(owner) for owner in owners], options)
     if scores and all(score is None for score in scores):
-        told = outcomes[0].message.strip().splitlines()
-        first = told[-1] if told else "the reward function returned no score"  # the error, below its traceback
+        told = outcomes[0].message.strip().rpartition("\n")[2]  # the error, below its traceback
+        first = told or "the reward function returned no score"
         raise RewardError(
             f"none of the {len(scores)} responses has a score, so there is nothing to report; {rows.place(owners[0])}: "
             f"{first}"
