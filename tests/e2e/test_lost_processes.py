@@ -50,7 +50,11 @@ class Loop(SingleTurnAgentLoop):
 @pytest.mark.usefixtures("ray_local")
 @pytest.mark.parametrize(
     ("victims", "restarts"),
-    [pytest.param("agent", 0, marks=pytest.mark.slow), ("server", 0), pytest.param("agent agent", 1, marks=pytest.mark.slow)],
+    [
+        pytest.param("agent", 0, marks=pytest.mark.slow),
+        ("server", 0),
+        pytest.param("agent agent", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_a_batch_is_generated_again(
     victims: str, restarts: int, run_training: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
