@@ -34,8 +34,8 @@ from plots import saved_figure
 from torch import Tensor
 
 from verl.utils.distributed import destroy_process_group, free_port, init_process_group
-from verl.workers.engine.megatron_slices import WeightPlace, sliced_weights
-from verl.workers.engine.megatron_weights import weight_table
+from verl.workers.engine.megatron.slices import WeightPlace, sliced_weights
+from verl.workers.engine.megatron.weights import weight_table
 from verl.workers.sharding_manager.broadcast import BroadcastTransport, transfer_group
 from verl.workers.sharding_manager.colocated import SharedMemoryTransport
 from verl.workers.sharding_manager.disk import DiskTransport

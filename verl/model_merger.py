@@ -40,7 +40,7 @@ from verl.models.lora import is_adapter_name, merged, read_adapter
 from verl.utils.fs import directory_bytes, ensure_writable_dir, fsync_tree
 from verl.utils.program import exit_code, start_program
 from verl.utils.registry import Registry
-from verl.workers.engine.state import ADAPTER_DIR, copy_companions, read_marker
+from verl.workers.engine.checkpoint import ADAPTER_DIR, copy_companions, read_marker
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from verl.selftest.cuts import PLAIN, Cut
 from verl.selftest.model import ModelDirs
 from verl.utils.metrics import MetricSet, mmean, msum
 from verl.workers.engine.base import GlobalBatchInfo
-from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.engine.fsdp.engine import FSDPEngine
 
 TEMPERATURE = 0.7
 POLICY_OUTPUTS = frozenset({"log_probs", "entropys"})

@@ -21,10 +21,10 @@ from verl.errors import ConfigError
 from verl.models import ulysses
 from verl.utils.metrics import Metric, MetricSet
 from verl.workers import losses
-from verl.workers.engine import fsdp
+from verl.workers.engine.fsdp.engine import engine as fsdp
 from verl.workers.engine.base import GlobalBatchInfo
 from verl.workers.engine.batching import BatchPlan
-from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.engine.fsdp.engine import FSDPEngine
 
 
 @contextmanager

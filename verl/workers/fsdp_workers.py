@@ -7,7 +7,7 @@ from functools import partial
 from verl.config import CheckpointConfig, ModelConfig, OptimConfig
 from verl.utils.distributed import get_world_size
 from verl.workers import roles
-from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.engine.fsdp.engine import FSDPEngine
 from verl.workers.sharding_manager.layout import dense_splits, shard_placement_fn
 
 __all__ = ["ActorRolloutRefWorker", "CriticWorker", "ImplicitRewardWorker", "RewardModelWorker"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from verl.config import CheckpointConfig, ModelConfig, OptimConfig
 from verl.workers import roles
-from verl.workers.engine.megatron import MegatronEngine
+from verl.workers.engine.megatron.engine import MegatronEngine
 
 __all__ = ["ActorRolloutRefWorker", "CriticWorker", "ImplicitRewardWorker", "RewardModelWorker"]
 

@@ -25,8 +25,8 @@ from tests.workers.engine.reference import make_engine as make_fsdp_engine
 from verl.config import MegatronConfig, ModelConfig, OptimConfig
 from verl.models.lora import is_adapter_name
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.megatron import MegatronEngine
-from verl.workers.engine.megatron_parallel import leave_parallel_groups
+from verl.workers.engine.megatron.engine import MegatronEngine
+from verl.workers.engine.megatron.parallel import leave_parallel_groups
 
 WHOLE = MicroBatching()
 

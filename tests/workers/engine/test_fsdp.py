@@ -32,9 +32,9 @@ from verl.checkpoint.image import ShardImage
 from verl.errors import CheckpointError, ConfigError
 from verl.models.decoder import decoder_layers
 from verl.utils.metrics import MetricSet
-from verl.workers.engine import state
+from verl.workers.engine import checkpoint as state
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.engine.fsdp.engine import FSDPEngine
 
 WHOLE = MicroBatching()
 TRAINED = frozenset({"model", "optimizer", "extra"})

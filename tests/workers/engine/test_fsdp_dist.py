@@ -32,7 +32,7 @@ from verl.errors import CheckpointError, DataError
 from verl.models.shape import model_shape
 from verl.utils.metrics import MetricSet
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.engine.fsdp.engine import FSDPEngine
 
 pytestmark = pytest.mark.dist
 

@@ -12,7 +12,7 @@ import torch
 from verl.errors import ConfigError
 from verl.models.logprobs import IDENTITY, LogitTransform, token_log_probs, token_sum_pi_squared
 from verl.models.parallel_logprobs import VocabShard, parallel_sum_pi_squared, parallel_token_log_probs
-from verl.workers.engine.megatron_forms import (
+from verl.workers.engine.megatron.tensor_layouts import (
     Cut,
     Form,
     FusedQKV,
@@ -23,8 +23,8 @@ from verl.workers.engine.megatron_forms import (
     Whole,
     slices_of,
 )
-from verl.workers.engine.megatron_memory import Parking
-from verl.workers.engine.megatron_optim import optimizer_overrides
+from verl.workers.engine.megatron.storage_offload import Parking
+from verl.workers.engine.megatron.optimizer import optimizer_overrides
 
 
 def test_fused_projections_are_ordered_by_key_value_head() -> None:
@@ -153,7 +153,7 @@ def test_the_adaptation_to_cpus_leaves_torch_alone() -> None:
 import torch
 before = {name: getattr(torch, name) for name in ("empty", "zeros", "tensor", "compile", "device", "get_rng_state")}
 methods = torch.Tensor.cuda, torch.Tensor.type, torch.nn.Module.cuda, torch.cuda.current_device
-from verl.workers.engine.megatron_cpu import adapt_to_cpu, cpu_construction
+from verl.workers.engine.megatron.cpu import adapt_to_cpu, cpu_construction
 adapt_to_cpu()
 assert all(getattr(torch, name) is function for name, function in before.items())
 import megatron.core.tensor_parallel.mappings as theirs

@@ -118,7 +118,7 @@ def check_family(directory: Path, **options: Any) -> None:
 
 def two_ranks(rank: int, model_dir: str, work: str) -> None:
     from tests.workers.engine import megatron_ranks as ours
-    from verl.workers.engine.megatron_parallel import leave_parallel_groups
+    from verl.workers.engine.megatron.parallel import leave_parallel_groups
 
     reference = torch.load(f"{work}/reference.pt")
     engine = ours.check_layout(model_dir, reference, MICROS, tp=2)
@@ -307,7 +307,7 @@ def test_two_ranks(tiny_model_dir: str, tmp_path: Path) -> None:
 
 def four_ranks(rank: int, model_dir: str, work: str) -> None:
     from tests.workers.engine import megatron_ranks as ours
-    from verl.workers.engine.megatron_parallel import leave_parallel_groups
+    from verl.workers.engine.megatron.parallel import leave_parallel_groups
 
     reference = torch.load(f"{work}/reference.pt")
     ours.check_layout(model_dir, reference, MICROS, tp=2, pp=2)

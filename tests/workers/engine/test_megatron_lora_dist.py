@@ -38,7 +38,7 @@ FAMILIES = ("deepseek_v3", "gemma3_text")
 
 def two_ranks(rank: int, model_dir: str, work: str) -> None:
     from tests.workers.engine import megatron_ranks as ours
-    from verl.workers.engine.megatron_parallel import leave_parallel_groups
+    from verl.workers.engine.megatron.parallel import leave_parallel_groups
 
     def reference(name: str) -> dict[str, Any]:
         numbers: dict[str, Any] = torch.load(f"{work}/{name}.pt")

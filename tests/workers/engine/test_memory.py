@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.workers.engine.reference import LOG_PROBS, POLICY, TEMPERATURE, make_engine, policy_batch, policy_loss
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.fsdp import FSDPEngine
-from verl.workers.engine.memory import MemoryGuard, halved
+from verl.workers.engine.fsdp.engine import FSDPEngine
+from verl.workers.engine.oom_retry import MemoryGuard, halved
 
 
 def test_a_rule_is_halved_down_to_one_row() -> None:

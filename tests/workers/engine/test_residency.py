@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl.workers.engine.residency import Residency
+from verl.workers.engine.offload import Residency
 
 
 def test_nested_uses_move_a_part_once() -> None:

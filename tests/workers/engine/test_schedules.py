@@ -6,7 +6,7 @@ import pytest
 
 from verl.config import OptimConfig
 from verl.errors import ConfigError
-from verl.workers.engine.schedules import LRSchedule
+from verl.workers.engine.lr_schedules import LRSchedule
 
 
 def test_constant_with_warmup_reaches_the_peak_at_its_last_step() -> None:

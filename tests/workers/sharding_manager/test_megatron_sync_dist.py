@@ -42,7 +42,7 @@ VOCABULARY = 60  # of prompts; that of every model here is larger
 
 def trained(path: str, **sizes: Any) -> Any:
     from tests.workers.engine.megatron_ranks import make_megatron_engine
-    from verl.workers.engine.megatron_parallel import leave_parallel_groups
+    from verl.workers.engine.megatron.parallel import leave_parallel_groups
 
     leave_parallel_groups()
     return make_megatron_engine(path, **sizes)

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from tests.models.families import make_config
-from verl.workers.engine.megatron_bridge import hugging_face_names
-from verl.workers.engine.megatron_slices import WeightPlace, sliced_weights
-from verl.workers.engine.megatron_weights import Weight, weight_table
+from verl.workers.engine.megatron.bridge import hugging_face_names
+from verl.workers.engine.megatron.slices import WeightPlace, sliced_weights
+from verl.workers.engine.megatron.weights import Weight, weight_table
 from verl.workers.rollout.base import WeightPart
 from verl.workers.sharding_manager.layout import replicated_layout
 from verl.workers.sharding_manager.pieces import HeldWeights, Piece

@@ -21,7 +21,7 @@ from tests.workers.rollout.helpers import generate, missing_package, random_prom
 from verl.config import ModelConfig, RolloutConfig
 from verl.errors import WeightSyncError
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.engine.fsdp.engine import FSDPEngine
 from verl.workers.rollout.base import SamplingParams, WeightPart
 from verl.workers.sharding_manager import WeightSync, make_sharding_manager
 from verl.workers.sharding_manager.grid import RankGrid, sharing_ranks

@@ -194,7 +194,7 @@ def test_the_fsdp_engine_shares_its_parameters_and_its_updates(tmp_path: Path) -
     from verl.config import FSDPConfig, ModelConfig, OptimConfig
     from verl.utils.metrics import MetricSet
     from verl.workers.engine.base import MicroBatching
-    from verl.workers.engine.fsdp import FSDPEngine
+    from verl.workers.engine.fsdp.engine import FSDPEngine
 
     model = make_model("qwen2", spread=2.0)
     rollout = make_engine(model, tmp_path)

@@ -13,7 +13,7 @@ from verl.selftest.certificate.engines import POLICY, Generator
 from verl.selftest.certificate.generation import log_prob_measure
 from verl.selftest.certificate.outcome import Measure
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.state import ADAPTER_DIR
+from verl.workers.engine.checkpoint import ADAPTER_DIR
 
 ADAPTERS, FILES = "adapters", "adapter files"
 _PEFT_PREFIX, _PEFT_SUFFIX = "base_model.model.", ".weight"

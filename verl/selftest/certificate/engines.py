@@ -189,7 +189,7 @@ class FSDPTrainer(Trainer):
     can_pad = True
 
     def __init__(self, subject: Subject, setup: Setup, *, sequence: int = 1) -> None:
-        from verl.workers.engine.fsdp import FSDPEngine
+        from verl.workers.engine.fsdp.engine import FSDPEngine
 
         config = FSDPConfig()
         config.mixed_precision.param_dtype = "float32"
@@ -219,7 +219,7 @@ class MegatronTrainer(Trainer):
     can_pad = False
 
     def __init__(self, subject: Subject, setup: Setup) -> None:
-        from verl.workers.engine.megatron import MegatronEngine
+        from verl.workers.engine.megatron.engine import MegatronEngine
 
         optim = OptimConfig(lr=LEARNING_RATE, weight_decay=0.0, clip_grad=0.0)
         config = MegatronConfig(sequence_parallel=False, dtype="float32")

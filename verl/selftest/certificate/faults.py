@@ -26,8 +26,9 @@ from verl.errors import ConfigError
 from verl.models import attention, families, heads, loading, packing
 from verl.selftest import planted
 from verl.utils import tokenizer
-from verl.workers.engine import fsdp, state
-from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.engine.fsdp.engine import engine as fsdp
+from verl.workers.engine import checkpoint as state
+from verl.workers.engine.fsdp.engine import FSDPEngine
 from verl.workers.rollout import batch, settings
 from verl.workers.rollout.base import Completion
 from verl.workers.rollout.hf import engine as hf_engine

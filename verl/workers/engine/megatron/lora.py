@@ -32,9 +32,9 @@ from torch.nn.functional import linear
 from verl.errors import ConfigError
 from verl.models.lora import LoraSettings, choose_layers, first_matrix, matching_adapter
 from verl.workers.engine.base import ParallelLayout
-from verl.workers.engine.megatron_bridge import Bridge, hugging_face_shell, local_modules
-from verl.workers.engine.megatron_forms import Cut, Form, GateUp, SomeRows, Stacked, Whole
-from verl.workers.engine.megatron_weights import AdapterWeights, Weight
+from verl.workers.engine.megatron.bridge import Bridge, hugging_face_shell, local_modules
+from verl.workers.engine.megatron.tensor_layouts import Cut, Form, GateUp, SomeRows, Stacked, Whole
+from verl.workers.engine.megatron.weights import AdapterWeights, Weight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

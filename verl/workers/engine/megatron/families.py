@@ -1,6 +1,6 @@
 """Which models the Megatron engine knows: Megatron-core's settings from a Hugging Face config.
 
-A family is described twice, here by its settings and in :mod:`~verl.workers.engine.megatron_weights` by the names of
+A family is described twice, here by its settings and in :mod:`~verl.workers.engine.megatron.weights` by the names of
 its weights; both tables are keyed by ``config.model_type``.
 """
 

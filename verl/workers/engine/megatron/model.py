@@ -28,8 +28,8 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from verl.errors import ConfigError
-from verl.workers.engine.megatron_families import ModelSettings, check_overrides
-from verl.workers.engine.megatron_modules import (
+from verl.workers.engine.megatron.families import ModelSettings, check_overrides
+from verl.workers.engine.megatron.modules import (
     HiddenStates,
     LinearHead,
     Norm,
@@ -40,7 +40,7 @@ from verl.workers.engine.megatron_modules import (
     WholeLinear,
     ZeroCenteredNorm,
 )
-from verl.workers.engine.megatron_parallel import ParallelSizes
+from verl.workers.engine.megatron.parallel import ParallelSizes
 
 if TYPE_CHECKING:
     from verl.config import MegatronConfig

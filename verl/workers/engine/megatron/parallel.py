@@ -71,7 +71,7 @@ def load_megatron(device: torch.device) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".torch\.distributed\.\w+. is deprecated")
     try:
         if device.type == "cpu":
-            from verl.workers.engine.megatron_cpu import adapt_to_cpu
+            from verl.workers.engine.megatron.cpu import adapt_to_cpu
 
             adapt_to_cpu()
         else:
@@ -122,7 +122,7 @@ def construction(device: torch.device) -> AbstractContextManager[Any]:
     """The context in which Megatron-core builds models and optimizers for ``device``."""
     if device.type != "cpu":
         return nullcontext()
-    from verl.workers.engine.megatron_cpu import cpu_construction
+    from verl.workers.engine.megatron.cpu import cpu_construction
 
     return cpu_construction()
 

@@ -40,13 +40,13 @@ from verl.utils.fs import format_bytes, free_bytes
 from verl.utils.json_text import dumps_json
 from verl.utils.plain_pickle import describe_damage
 from verl.utils.seeding import plain_rng_state, set_plain_rng_state
-from verl.workers.engine.sharding import whole_tensor
+from verl.workers.engine.fsdp.sharding import whole_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from verl.workers.engine.fsdp import FSDPEngine
-    from verl.workers.engine.megatron import MegatronEngine
+    from verl.workers.engine.fsdp.engine import FSDPEngine
+    from verl.workers.engine.megatron.engine import MegatronEngine
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Weights between Hugging Face checkpoints and Megatron-core's model, both ways, one tensor at a time.
 
 Names on the Hugging Face side are those of Transformers' modules, in its order; experts are stacked there, and one by
-one in most checkpoint files. What belongs to what is in :mod:`~verl.workers.engine.megatron_weights`.
+one in most checkpoint files. What belongs to what is in :mod:`~verl.workers.engine.megatron.weights`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from verl.errors import ConfigError
 from verl.models.lora import merged
 from verl.workers.engine.base import ParallelLayout, SlicedWeight
-from verl.workers.engine.megatron_slices import WeightPlace, sliced_weights
-from verl.workers.engine.megatron_weights import AdapterWeights, Weight, weight_table
+from verl.workers.engine.megatron.slices import WeightPlace, sliced_weights
+from verl.workers.engine.megatron.weights import AdapterWeights, Weight, weight_table
 
 # ---- files ------------------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class Bridge:
         layout: where this rank stands.
         head: ``"lm"``, ``"value"`` or ``"classifier"``.
         outputs: outputs of a head that is not a language model's.
-        multiple_of: see :class:`~verl.workers.engine.megatron_forms.Vocabulary`.
+        multiple_of: see :class:`~verl.workers.engine.megatron.tensor_layouts.Vocabulary`.
         grouped: experts of a rank are one module.
     """
 

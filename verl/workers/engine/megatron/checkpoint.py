@@ -1,6 +1,6 @@
 """Checkpoints of the Megatron engine: Megatron-core's distributed format, readable under other parallel sizes.
 
-A directory has the same shape as the FSDP2 engine's (:mod:`verl.workers.engine.state`): ``extra/``, ``huggingface/``
+A directory has the same shape as the FSDP2 engine's (:mod:`verl.workers.engine.checkpoint`): ``extra/``, ``huggingface/``
 and the marker ``engine.json``, which is written last. Weights and optimizer state are in ``model/`` and
 ``optimizer/``, each a directory of Megatron-core's ``dist_checkpointing``: tensors of the whole model under Megatron's
 names, of which every rank reads its part, however the model is divided now. With low-rank adapters ``model/`` holds
@@ -24,9 +24,9 @@ from verl.models.loading import quiet_transformers, resolve_model_dir
 from verl.models.lora import save_adapter
 from verl.utils.json_text import dumps_json
 from verl.utils.seeding import plain_rng_state
-from verl.workers.engine.megatron_optim import inner_optimizers, materialise
-from verl.workers.engine.megatron_parallel import construction
-from verl.workers.engine.state import (
+from verl.workers.engine.megatron.optimizer import inner_optimizers, materialise
+from verl.workers.engine.megatron.parallel import construction
+from verl.workers.engine.checkpoint import (
     ADAPTER_DIR,
     FORMAT_VERSION,
     MARKER,
@@ -39,7 +39,7 @@ from verl.workers.engine.state import (
 )
 
 if TYPE_CHECKING:
-    from verl.workers.engine.megatron import MegatronEngine
+    from verl.workers.engine.megatron.engine import MegatronEngine
 
 #: the form of the distributed optimizer's state in which it can be read under other sizes
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}

@@ -1,6 +1,6 @@
 """The parts that this engine puts into Megatron-core's models.
 
-Megatron-core describes a layer by a specification of its modules (:mod:`~verl.workers.engine.megatron_model`). Linear
+Megatron-core describes a layer by a specification of its modules (:mod:`~verl.workers.engine.megatron.model`). Linear
 layers, experts and the layer itself are Megatron-core's (Transformer Engine's where it is installed, on CUDA). These
 modules are ours:
 

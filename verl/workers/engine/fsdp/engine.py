@@ -38,7 +38,7 @@ from verl.utils.distributed import get_rank, get_world_size, init_process_group
 from verl.utils.flops import FlopsCounter
 from verl.utils.metrics import MetricSet, mmean, msum
 from verl.utils.tokenizer import unsampled_tokens
-from verl.workers.engine import state
+from verl.workers.engine import checkpoint as state
 from verl.workers.engine.base import (
     GlobalBatchInfo,
     LossFn,
@@ -49,10 +49,10 @@ from verl.workers.engine.base import (
 )
 from verl.workers.engine.batching import BatchPlan, as_tensordict, join_rows, plan_batch, reduce_metrics, take_rows
 from verl.workers.engine.images import images_of
-from verl.workers.engine.memory import MemoryGuard
-from verl.workers.engine.residency import Residency
-from verl.workers.engine.schedules import LRSchedule
-from verl.workers.engine.sharding import (
+from verl.workers.engine.oom_retry import MemoryGuard
+from verl.workers.engine.offload import Residency
+from verl.workers.engine.lr_schedules import LRSchedule
+from verl.workers.engine.fsdp.sharding import (
     Precision,
     ShardPlacement,
     clip_grad_norm,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from verl.workers.engine.megatron_forms import Cut, Form, FusedQKV, GateUp, Vocabulary, Whole
+from verl.workers.engine.megatron.tensor_layouts import Cut, Form, FusedQKV, GateUp, Vocabulary, Whole
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def weight_table(config: PreTrainedConfig, *, head: str, multiple_of: int, group
     Args:
         config: of the Hugging Face model.
         head: ``"lm"``, ``"value"`` or ``"classifier"``.
-        multiple_of: see :class:`~verl.workers.engine.megatron_forms.Vocabulary`.
+        multiple_of: see :class:`~verl.workers.engine.megatron.tensor_layouts.Vocabulary`.
         grouped: experts of a rank are one module rather than one each.
     """
     vocabulary = Vocabulary(config.vocab_size, multiple_of)

@@ -44,14 +44,14 @@ from verl.workers.engine.base import (
     WeightForm,
 )
 from verl.workers.engine.batching import BatchPlan, as_tensordict, join_rows, plan_batch, reduce_metrics, take_rows
-from verl.workers.engine.megatron_bridge import Bridge, CheckpointFiles
-from verl.workers.engine.megatron_families import model_settings
-from verl.workers.engine.megatron_memory import Parking
-from verl.workers.engine.megatron_optim import add_optimizer, clip_and_step, state_tensors
-from verl.workers.engine.megatron_outputs import Outputs
-from verl.workers.engine.megatron_parallel import construction, current_layout, join_parallel_groups
-from verl.workers.engine.residency import Residency
-from verl.workers.engine.schedules import LRSchedule
+from verl.workers.engine.megatron.bridge import Bridge, CheckpointFiles
+from verl.workers.engine.megatron.families import model_settings
+from verl.workers.engine.megatron.storage_offload import Parking
+from verl.workers.engine.megatron.optimizer import add_optimizer, clip_and_step, state_tensors
+from verl.workers.engine.megatron.outputs import Outputs
+from verl.workers.engine.megatron.parallel import construction, current_layout, join_parallel_groups
+from verl.workers.engine.offload import Residency
+from verl.workers.engine.lr_schedules import LRSchedule
 
 if TYPE_CHECKING:
     from verl.config import CheckpointConfig, MegatronConfig, ModelConfig, OptimConfig
@@ -137,7 +137,7 @@ class MegatronEngine(TrainEngine):
         sizes = join_parallel_groups(config, self.device, self.seed if config.seed is None else config.seed)
         self.layout = current_layout()
         # only now: importing Megatron-core's modules on a machine without CUDA needs the adaptation
-        from verl.workers.engine import megatron_model
+        from verl.workers.engine.megatron.engine import model as megatron_model
 
         self.hf_config = load_hf_config(self.model_config)
         self.flops = FlopsCounter.from_config(self.hf_config, head_outputs=None if self.head == "lm" else 1)
@@ -265,13 +265,13 @@ class MegatronEngine(TrainEngine):
                 self.model_config.path,
             )
         if self.megatron_config.use_dist_checkpointing:
-            from verl.workers.engine import megatron_state
+            from verl.workers.engine.megatron.engine import checkpoint as megatron_state
 
             assert self.megatron_config.dist_checkpointing_path is not None
             megatron_state.load_weights(self, Path(self.megatron_config.dist_checkpointing_path))
 
     def _add_adapters(self, lora: LoraSettings) -> None:
-        from verl.workers.engine import megatron_lora
+        from verl.workers.engine.megatron.engine import lora as megatron_lora
 
         self.lora = lora
         megatron_lora.add_adapters(
@@ -291,7 +291,7 @@ class MegatronEngine(TrainEngine):
         if self.lora is None or enabled:
             yield
             return
-        from verl.workers.engine.megatron_lora import set_adapters
+        from verl.workers.engine.megatron.lora import set_adapters
 
         set_adapters(self.models, False)
         try:
@@ -442,7 +442,7 @@ class MegatronEngine(TrainEngine):
 
     def _micro_batch(self, rows: TensorDict, layout: RowLayout, tokens: int) -> _MicroBatch:
         """This rank's slice of the packed rows, padded to ``tokens`` in all."""
-        from verl.workers.engine.megatron_modules import PackedRows
+        from verl.workers.engine.megatron.modules import PackedRows
 
         padding = tokens - layout.input_ids.shape[1]
         ids, positions = (
@@ -508,13 +508,13 @@ class MegatronEngine(TrainEngine):
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path, contents: frozenset[str] = _TRAINED) -> None:
-        from verl.workers.engine import megatron_state
+        from verl.workers.engine.megatron.engine import checkpoint as megatron_state
 
         with self.resident(optimizer=True):
             megatron_state.save(self, Path(path), frozenset(contents))
 
     def load(self, path: str | Path, contents: frozenset[str] = _TRAINED) -> None:
-        from verl.workers.engine import megatron_state
+        from verl.workers.engine.megatron.engine import checkpoint as megatron_state
 
         with self.resident(optimizer=True):
             megatron_state.load(self, Path(path), frozenset(contents))

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from verl.workers.engine.base import HeldTensor, SlicedWeight
-from verl.workers.engine.megatron_forms import slices_of
+from verl.workers.engine.megatron.tensor_layouts import slices_of
 
 if TYPE_CHECKING:
-    from verl.workers.engine.megatron_weights import Weight
+    from verl.workers.engine.megatron.weights import Weight
 
 
 @dataclass(frozen=True)
