@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from bench_rollout import CASES, Case, build, cpu_seconds, make_rows, run_engine
 
-from verl.workers.rollout.hf.budget import CacheBudget, Progress
+from verl.workers.rollout.hf.kv_budget import CacheBudget, Progress
 from verl.workers.rollout.hf.engine import HFRolloutEngine
 
 

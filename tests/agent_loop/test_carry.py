@@ -27,8 +27,8 @@ from verl.tools.parsers import PARSERS, ParsedTurn, ToolCall, ToolParser, regist
 from verl.utils.tokenizer import load_tokenizer
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
 from verl.workers.rollout.hf.engine import HFRolloutEngine
-from verl.workers.rollout.serving import with_partial
-from verl.workers.rollout.wire import PackedCompletions, PackedRequests
+from verl.workers.rollout.pausing import with_partial
+from verl.workers.rollout.serving.packed_requests import PackedCompletions, PackedRequests
 
 
 @function_tool("echo")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from verl.workers.rollout.base import Completion, GenerationRequest
-from verl.workers.rollout.serving import with_partial
+from verl.workers.rollout.pausing import with_partial
 
 
 def length_of(seed: int, longest: int) -> int:

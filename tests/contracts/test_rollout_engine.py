@@ -35,7 +35,7 @@ from verl.workers.rollout.base import (
     SamplingParams,
     run_blocking,
 )
-from verl.workers.rollout.sglang import SGLangRolloutEngine
+from verl.workers.rollout.sglang.engine import SGLangRolloutEngine
 
 ENGINES: dict[str, Callable[[torch.nn.Module, Path], RolloutEngine]] = {
     "hf": make_engine,

@@ -14,8 +14,8 @@ from verl.config import ModelConfig, RolloutConfig
 from verl.config.rollout import EngineKwargsConfig
 from verl.models.shape import CacheLayer, cache_layers, cached_token_bytes
 from verl.workers.rollout.settings import cache_itemsize
-from verl.workers.rollout.sglang_settings import server_arguments
-from verl.workers.rollout.vllm_settings import engine_arguments
+from verl.workers.rollout.sglang.arguments import server_arguments
+from verl.workers.rollout.vllm.arguments import engine_arguments
 
 
 def config(kind: str, **values: Any) -> Any:

@@ -26,7 +26,7 @@ from verl.rewards.managers import BatchRewardManager, NaiveRewardManager
 from verl.rewards.outcome import as_outcome, checked_score
 from verl.tools import ToolResponse, function_tool
 from verl.trainer.ppo.scoring import Scorer
-from verl.workers.rollout.openai_protocol import ApiError
+from verl.workers.rollout.serving.openai_protocol import ApiError
 
 NO_SCORES = [math.nan, math.inf, -math.inf, 1e39, -1e300, 10**400, np.float32("nan"), torch.tensor(math.inf)]
 """Not finite as float32, in which scores are kept."""

@@ -17,7 +17,7 @@ from verl.rewards.outcome import checked_score
 from verl.tools.threads import run_in_thread
 from verl.utils.dynamic_import import load_object
 from verl.workers.rollout.base import Completion
-from verl.workers.rollout.openai_api import aiohttp_web
+from verl.workers.rollout.serving.openai_api import aiohttp_web
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

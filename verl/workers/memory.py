@@ -21,7 +21,7 @@ from verl.models.logprobs import CHUNK_NUMBERS_CPU, CHUNK_NUMBERS_DEVICE
 from verl.models.shape import ModelShape, model_shape
 from verl.utils.device import device_memory_stats, reset_peak_memory
 from verl.workers.engine.fsdp.sharding import Precision
-from verl.workers.rollout.hf.packed import PACKED_FROM
+from verl.workers.rollout.hf.packed_linears import PACKED_FROM
 from verl.workers.rollout.settings import (
     cache_itemsize,
     resolve_dtype,

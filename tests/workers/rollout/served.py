@@ -25,8 +25,8 @@ from verl.workers.rollout.base import (
     RolloutEngine,
     RolloutMemory,
 )
-from verl.workers.rollout.group import ReplicaGroup, wait_for
-from verl.workers.rollout.server import ServerHealth, ServerSpec
+from verl.workers.rollout.serving.replicas import ReplicaGroup, wait_for
+from verl.workers.rollout.serving.server import ServerHealth, ServerSpec
 from verl.workers.sharding_manager.link import WeightLink
 
 _names = itertools.count()

@@ -20,8 +20,8 @@ from tests.workers.rollout.helpers import make_engine, make_model, random_prompt
 from tests.workers.rollout.served import Trainer, load, replicas, server_spec
 from verl.errors import ConfigError, RolloutError, WeightSyncError
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
-from verl.workers.rollout.client import RolloutClient
-from verl.workers.rollout.group import ReplicaGroup
+from verl.workers.rollout.serving.client import RolloutClient
+from verl.workers.rollout.serving.replicas import ReplicaGroup
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("ray_local")]
 
@@ -193,7 +193,7 @@ def test_a_trainer_that_never_sends_ends_the_wait(pair: ReplicaGroup, model: tor
 
 
 def _only_receive(server: Any, timeout_s: float) -> None:
-    from verl.workers.rollout.group import wait_for
+    from verl.workers.rollout.serving.replicas import wait_for
     from verl.workers.sharding_manager.link import WeightLink
 
     trainer = Trainer()

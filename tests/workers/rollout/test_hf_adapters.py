@@ -53,7 +53,7 @@ def sync_of(model: torch.nn.Module, engine: HFRolloutEngine, *, streams: bool = 
 def test_base_and_adapter_are_the_training_engines_own_tensors(
     model: torch.nn.Module, tmp_path: Path, pack: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verl.workers.rollout.hf.packed.PACKED_FROM", 1)
+    monkeypatch.setattr("verl.workers.rollout.hf.packed_linears.PACKED_FROM", 1)
     engine = make_engine(model, tmp_path, pack_weights=pack)
     sync = sync_of(model, engine)
     assert sync.sync(1)["weight_sync/copied_mb"] == 0

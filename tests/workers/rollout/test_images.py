@@ -24,7 +24,7 @@ from verl.workers.engine.images import with_images
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
 from verl.workers.rollout.batch import requests_from_batch
 from verl.workers.rollout.hf.engine import HFRolloutEngine
-from verl.workers.rollout.wire import PackedRequests
+from verl.workers.rollout.serving.packed_requests import PackedRequests
 
 
 @pytest.fixture(scope="module")

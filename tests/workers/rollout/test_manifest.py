@@ -8,7 +8,7 @@ import torch
 from tests.models.families import make_config
 from tests.workers.rollout.helpers import make_model, served_everywhere, weights_of
 from verl.errors import WeightSyncError
-from verl.workers.rollout.manifest import WeightManifest, digest
+from verl.workers.rollout.policy_weights import WeightManifest, digest
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
-from verl.workers.rollout.hf.budget import CacheBudget, Progress
+from verl.workers.rollout.hf.kv_budget import CacheBudget, Progress
 from verl.workers.rollout.hf.scheduler import PromptGroup, Scheduler, Sequence
 
 

@@ -14,7 +14,7 @@ from tests.workers.rollout.helpers import make_model, random_prompts, served_eve
 from tests.workers.rollout.served import server_spec
 from verl.errors import ReplicaError, RolloutError, WeightSyncError
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
-from verl.workers.rollout.server import RolloutServer
+from verl.workers.rollout.serving.server import RolloutServer
 from verl.workers.sharding_manager import WeightReceiver
 from verl.workers.sharding_manager.colocated import ColocatedTransport
 

@@ -11,7 +11,7 @@ import pytest
 
 from verl.errors import RolloutError, WeightSyncError
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
-from verl.workers.rollout.serving import Gate
+from verl.workers.rollout.pausing import Gate
 
 
 def answer(engine: str, tokens: Sequence[int], log_probs: Sequence[float]) -> list[Completion]:
@@ -61,7 +61,7 @@ def test_missing_log_probabilities() -> None:
     ("answers", "asked"), [([True], [{}]), ([False, True], [{}, {"reset_running_requests": True}])]
 )
 def test_vllm_is_asked_again_when_it_keeps_its_cache(answers: list[bool], asked: list[dict[str, bool]]) -> None:
-    from verl.workers.rollout.vllm import VLLMRolloutEngine
+    from verl.workers.rollout.vllm.engine import VLLMRolloutEngine
 
     calls: list[dict[str, bool]] = []
     left = iter(answers)
@@ -78,7 +78,7 @@ def test_vllm_is_asked_again_when_it_keeps_its_cache(answers: list[bool], asked:
 
 
 def test_a_cache_of_older_weights_is_an_error() -> None:
-    from verl.workers.rollout.vllm import VLLMRolloutEngine
+    from verl.workers.rollout.vllm.engine import VLLMRolloutEngine
 
     rollout = object.__new__(VLLMRolloutEngine)
     rollout.engine = type("Engine", (), {"reset_prefix_cache": lambda self, **_: False})()
@@ -96,7 +96,7 @@ def test_a_cache_of_older_weights_is_an_error() -> None:
 )
 def test_a_server_that_refuses_is_heard_whatever_its_status(status: int, answer: dict[str, Any], refused: bool) -> None:
     pytest.importorskip("aiohttp")
-    from verl.workers.rollout.sglang_http import Connection
+    from verl.workers.rollout.sglang.connection import Connection
 
     class Response:
         content_type = "application/json"

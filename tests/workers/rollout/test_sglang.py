@@ -34,8 +34,8 @@ from verl.errors import ConfigError, RolloutError
 from verl.models.lora import LoraSettings, add_adapters
 from verl.utils.distributed import free_port
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams, run_blocking
-from verl.workers.rollout.sglang import SGLangRolloutEngine
-from verl.workers.rollout.sglang_http import Connection
+from verl.workers.rollout.sglang.engine import SGLangRolloutEngine
+from verl.workers.rollout.sglang.connection import Connection
 from verl.workers.sharding_manager.adapters import AdapterSync
 
 pytestmark = [
@@ -197,7 +197,7 @@ def remote(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> 
     options += ["--enable-lora", "--max-lora-rank=8", "--max-loras-per-batch=2", "--lora-backend=torch_native"]
     options += ["--lora-target-modules", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "verl.workers.rollout.sglang_server", *options, "--disable-overlap-schedule"],
+        [sys.executable, "-m", "verl.workers.rollout.sglang.server", *options, "--disable-overlap-schedule"],
         env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -38,7 +38,7 @@ def model() -> torch.nn.Module:
 
 
 def make_engine(model: torch.nn.Module, directory: Path, **settings: Any) -> Any:
-    from verl.workers.rollout.sglang import SGLangRolloutEngine
+    from verl.workers.rollout.sglang.engine import SGLangRolloutEngine
 
     model.config.save_pretrained(directory)
     rollout = {"name": "sglang", "dtype": "float32", "prompt_length": 28, "response_length": 100, "max_num_seqs": 64}
@@ -123,6 +123,6 @@ def test_some_parts_of_a_fused_layer_have_an_adapter(tmp_path: Path) -> None:
 
 
 def test_layers_without_a_place_come_merged_or_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl.workers.rollout.sglang.ADAPTED_LAYERS", frozenset({"q_proj"}))
+    monkeypatch.setattr("verl.workers.rollout.sglang.engine.ADAPTED_LAYERS", frozenset({"q_proj"}))
     with pytest.raises(ConfigError, match="SGLang has no places for adapters on down_proj, gate_proj"):
         make_engine(make_adapted_model(), tmp_path, lora_merge=False)

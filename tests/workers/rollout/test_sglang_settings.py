@@ -19,10 +19,10 @@ from verl.errors import ConfigError
 from verl.workers.rollout.base import SamplingParams
 from verl.workers.rollout.hf.sampler import SamplingBatch, sample
 from verl.workers.rollout.hf.uniforms import uniforms
-from verl.workers.rollout.sglang import _pieces
-from verl.workers.rollout.sglang_sampler import seed_of_name, settings_of, stream_start, uniforms_at
-from verl.workers.rollout.sglang_settings import server_arguments
-from verl.workers.rollout.sglang_weights import address_towards, pickled, stage
+from verl.workers.rollout.sglang.engine import _pieces
+from verl.workers.rollout.sglang.sampler import seed_of_name, settings_of, stream_start, uniforms_at
+from verl.workers.rollout.sglang.arguments import server_arguments
+from verl.workers.rollout.sglang.weights import address_towards, pickled, stage
 
 
 def arguments(*, device: str = "cpu", model: ModelConfig | None = None, **rollout: Any) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def test_the_models_overrides_reach_sglang() -> None:
 
 @pytest.mark.skipif(missing_package("sglang") is None, reason="sglang is installed")
 def test_without_the_package_the_message_says_what_to_install(tmp_path: Path) -> None:
-    from verl.workers.rollout.sglang import SGLangRolloutEngine
+    from verl.workers.rollout.sglang.engine import SGLangRolloutEngine
 
     served_everywhere().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"the package sglang is not installed; install verl\[sglang\]"):
@@ -99,7 +99,7 @@ def test_without_the_package_the_message_says_what_to_install(tmp_path: Path) ->
 
 
 def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
-    from verl.workers.rollout.sglang import SGLangRolloutEngine
+    from verl.workers.rollout.sglang.engine import SGLangRolloutEngine
 
     served_everywhere().save_pretrained(tmp_path)
     config = RolloutConfig(name="sglang", server_urls=["http://127.0.0.1:9"], prompt_length=28, response_length=100)

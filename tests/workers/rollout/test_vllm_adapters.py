@@ -39,7 +39,7 @@ def make_engine(
     model: torch.nn.Module, directory: Path, *, adapter: dict[str, Any] | None = None, **rollout: Any
 ) -> Any:
     """A vLLM engine without weights for a model with an adapter."""
-    from verl.workers.rollout.vllm import VLLMRolloutEngine
+    from verl.workers.rollout.vllm.engine import VLLMRolloutEngine
 
     model.config.save_pretrained(directory)
     settings = {"name": "vllm", "dtype": "float32", "prompt_length": 28, "response_length": 100, "max_num_seqs": 64}

@@ -122,7 +122,7 @@ def test_two_ranks_sample_from_the_policy(parallel: int, tmp_path: Path) -> None
 
 def _adapter(rank: int, folder: str) -> None:
     """Ranks that split the weights hold their parts of base and adapter; one that lost its base brings it for all."""
-    from verl.workers.rollout.vllm import VLLMRolloutEngine
+    from verl.workers.rollout.vllm.engine import VLLMRolloutEngine
 
     model = make_adapted_model(num_key_value_heads=2, tie_word_embeddings=False)
     model.config.save_pretrained(Path(folder) / str(rank))

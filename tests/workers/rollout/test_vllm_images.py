@@ -35,7 +35,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 def rollout(directory: str) -> RolloutEngine:
     if MISSING:
         pytest.skip(MISSING)
-    from verl.workers.rollout.vllm import VLLMRolloutEngine
+    from verl.workers.rollout.vllm.engine import VLLMRolloutEngine
 
     settings = {"name": "vllm", "dtype": "float32", "prompt_length": 32, "response_length": 16, "max_num_seqs": 16}
     return VLLMRolloutEngine(ModelConfig(path=directory), RolloutConfig(**settings), device="cpu")

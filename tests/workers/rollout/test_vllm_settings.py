@@ -13,7 +13,7 @@ from tests.workers.rollout.helpers import missing_package, served_everywhere
 from verl.config import ModelConfig, RolloutConfig
 from verl.config.rollout import EngineKwargsConfig
 from verl.errors import ConfigError
-from verl.workers.rollout.vllm_settings import engine_arguments
+from verl.workers.rollout.vllm.arguments import engine_arguments
 
 
 def arguments(
@@ -112,7 +112,7 @@ def test_lengths_are_bounded_by_the_models_positions() -> None:
 
 @pytest.mark.skipif(missing_package("vllm") is None, reason="vllm is installed")
 def test_without_the_package_the_message_says_what_to_install(tmp_path: Path) -> None:
-    from verl.workers.rollout.vllm import VLLMRolloutEngine
+    from verl.workers.rollout.vllm.engine import VLLMRolloutEngine
 
     with pytest.raises(ConfigError, match=r"the package vllm is not installed; install verl\[vllm\]"):
         VLLMRolloutEngine(ModelConfig(path=str(tmp_path)), RolloutConfig(name="vllm"))

@@ -194,7 +194,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 def _vllm(rank: int, path: str, parallel: int) -> None:
-    from verl.workers.rollout.vllm import VLLMRolloutEngine
+    from verl.workers.rollout.vllm.engine import VLLMRolloutEngine
 
     engine = trained(path, tp=2, pp=2)
     groups = sharing_ranks(dist.get_world_size(), shards=2, parallel=parallel)
@@ -244,7 +244,7 @@ def test_vllm_generates_like_the_merged_model(parallel: int, tmp_path: Path) -> 
 
 
 def _sglang(rank: int, path: str, parallel: int) -> None:
-    from verl.workers.rollout.sglang import SGLangRolloutEngine
+    from verl.workers.rollout.sglang.engine import SGLangRolloutEngine
 
     # SGLang's own rule for its ranks on CPUs is one for each NUMA node
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1" if parallel == 2 else "0"

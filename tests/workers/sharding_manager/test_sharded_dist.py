@@ -170,7 +170,7 @@ def test_every_rank_gets_its_part(world: int, model_dir: str) -> None:
 
 
 def _vllm(rank: int, path: str, aligned: bool) -> None:
-    from verl.workers.rollout.vllm import VLLMRolloutEngine
+    from verl.workers.rollout.vllm.engine import VLLMRolloutEngine
 
     world = dist.get_world_size()
     engine = trained(path, aligned=aligned)

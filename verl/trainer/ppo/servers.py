@@ -27,8 +27,8 @@ from verl.utils.transport import pack
 from verl.utils.watcher import also_sweep
 from verl.workers.rollout.base import run_blocking
 from verl.workers.rollout.batch import EventCounts, batch_from_completions, requests_from_batch
-from verl.workers.rollout.client import RolloutClient
-from verl.workers.rollout.group import NoAnswerError, Replica, ReplicaGroup, wait_for
+from verl.workers.rollout.serving.client import RolloutClient
+from verl.workers.rollout.serving.replicas import NoAnswerError, Replica, ReplicaGroup, wait_for
 from verl.workers.sharding_manager import SyncReport
 from verl.workers.sharding_manager.link import LinkKind, WeightLink
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 #: engine name -> "module:class"
 ROLLOUT_ENGINES: dict[str, str] = {
     "hf": "verl.workers.rollout.hf.engine:HFRolloutEngine",
-    "sglang": "verl.workers.rollout.sglang:SGLangRolloutEngine",
-    "vllm": "verl.workers.rollout.vllm:VLLMRolloutEngine",
+    "sglang": "verl.workers.rollout.sglang.engine:SGLangRolloutEngine",
+    "vllm": "verl.workers.rollout.vllm.engine:VLLMRolloutEngine",
 }
 
 #: names that users of this ecosystem know but that this version does not serve

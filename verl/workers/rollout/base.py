@@ -16,7 +16,7 @@ from verl.utils.stopping import call_is_cancelled
 
 if TYPE_CHECKING:
     from verl.models.vision import PromptImages
-    from verl.workers.rollout.serving import Gate
+    from verl.workers.rollout.pausing import Gate
 
 FinishReason = Literal["stop", "length", "abort"]
 MemoryPart = Literal["weights", "kv_cache"]

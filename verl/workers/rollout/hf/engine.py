@@ -21,7 +21,7 @@ from verl.models.shape import cached_token_bytes
 from verl.models.vision import ImageTokens
 from verl.utils.device import empty_cache, get_torch_device
 from verl.utils.distributed import get_world_size
-from verl.workers.rollout.adapters import adapter_for
+from verl.workers.rollout.lora import adapter_for
 from verl.workers.rollout.base import (
     MEMORY_PARTS,
     Completion,
@@ -32,13 +32,13 @@ from verl.workers.rollout.base import (
     SamplingParams,
     WeightPart,
 )
-from verl.workers.rollout.hf.budget import CacheBudget
+from verl.workers.rollout.hf.kv_budget import CacheBudget
 from verl.workers.rollout.hf.kv_cache import RolloutCache
-from verl.workers.rollout.hf.packed import PackedLinears, packing_supported
+from verl.workers.rollout.hf.packed_linears import PackedLinears, packing_supported
 from verl.workers.rollout.hf.runner import BatchRunner, FinishedSequence
 from verl.workers.rollout.hf.scheduler import Scheduler, Sequence
 from verl.workers.rollout.hf.weights import ModuleWeights, build_module
-from verl.workers.rollout.serving import Call, Gate, check_ready, check_request, parts_of, with_partial
+from verl.workers.rollout.pausing import Call, Gate, check_ready, check_request, parts_of, with_partial
 from verl.workers.rollout.settings import resolve_dtype, special_tokens, unsampled_of
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from verl.errors import RolloutError
 from verl.models.vision import ImageTokens, PromptImages, embed, joined_images
 from verl.workers.rollout.base import Completion, FinishReason
 from verl.workers.rollout.hf.attention import ForwardContext, forward_context
-from verl.workers.rollout.hf.budget import STRIDE, CacheBudget, Progress
+from verl.workers.rollout.hf.kv_budget import STRIDE, CacheBudget, Progress
 from verl.workers.rollout.hf.kv_cache import RolloutCache
 from verl.workers.rollout.hf.prefill import (
     Beginning,
@@ -25,7 +25,7 @@ from verl.workers.rollout.hf.prefill import (
     rows_by_prompt,
     split_for_prefill,
 )
-from verl.workers.rollout.hf.rows import RowState
+from verl.workers.rollout.hf.row_state import RowState
 from verl.workers.rollout.hf.sampler import SamplingBatch, sample
 from verl.workers.rollout.hf.scheduler import PromptGroup, Sequence
 from verl.workers.rollout.hf.uniforms import uniforms

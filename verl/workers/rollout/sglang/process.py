@@ -20,7 +20,7 @@ from typing import Any
 
 import verl
 from verl.errors import ConfigError
-from verl.workers.rollout.sglang_server import OWNED
+from verl.workers.rollout.sglang.server import OWNED
 
 #: what a trainer's rank has in its environment and a server of its own must not see
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -55,7 +55,7 @@ class ServerProcess:
         source = str(Path(verl.__file__).parents[1])
         paths = [source, *filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "verl.workers.rollout.sglang_server", OWNED],
+            [sys.executable, "-m", "verl.workers.rollout.sglang.server", OWNED],
             env={**variables, **environment, "PYTHONPATH": os.pathsep.join(paths)},
             stdin=subprocess.PIPE,
             stdout=self._log,

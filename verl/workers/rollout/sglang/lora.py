@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from verl.workers.rollout.manifest import Named, Place, digest
+from verl.workers.rollout.policy_weights import Named, Place, digest
 
 #: how names of the policy's adapters begin on a server, one for each run that used it
 ADAPTER = "verl-policy-"

@@ -1,6 +1,6 @@
 """SGLang's HTTP server with verl's parts in its scheduler, for generation while training.
 
-    python -m verl.workers.rollout.sglang_server --model-path MODEL --host 0.0.0.0 --port 30000 --api-key KEY
+    python -m verl.workers.rollout.sglang.server --model-path MODEL --host 0.0.0.0 --port 30000 --api-key KEY
 
 takes every option of ``sglang.launch_server``. Its requests and answers are token ids. A trainer generates with such a
 server when ``rollout.server_urls`` names it; without, every worker starts one of its own.
@@ -15,8 +15,8 @@ import sys
 import threading
 from typing import Any
 
-from verl.workers.rollout.sglang_sampler import BACKEND
-from verl.workers.rollout.sglang_scheduler import run_scheduler
+from verl.workers.rollout.sglang.sampler import BACKEND
+from verl.workers.rollout.sglang.scheduler import run_scheduler
 
 #: the only argument of a server that a worker starts: settings come as one line of JSON on standard input, and the
 #: server ends when that is closed

@@ -19,9 +19,9 @@ import torch
 
 from verl.utils.pages import forget_pages
 from verl.utils.tokenizer import unsampled_tokens
-from verl.workers.rollout.manifest import CopyRecorder, Named, Place, digest, split_adapter
-from verl.workers.rollout.sglang_adapters import AdapterPool, pool_tensors
-from verl.workers.rollout.sglang_sampler import deliver_seeds, penalise_prompts, replace_sampler
+from verl.workers.rollout.policy_weights import CopyRecorder, Named, Place, digest, split_adapter
+from verl.workers.rollout.sglang.lora import AdapterPool, pool_tensors
+from verl.workers.rollout.sglang.sampler import deliver_seeds, penalise_prompts, replace_sampler
 
 #: what ``/weights_checker`` can be asked beyond SGLang's own actions
 DIGESTS, MEMORY = "verl_digests", "verl_memory"

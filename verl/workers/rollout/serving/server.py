@@ -1,7 +1,7 @@
 """A rollout engine in a process of its own: request serving, weight updates, health reporting.
 
-:class:`RolloutServer` is a plain class with coroutines; :mod:`verl.workers.rollout.group` runs it as a Ray actor and
-:mod:`verl.workers.rollout.client` talks to it.
+:class:`RolloutServer` is a plain class with coroutines; :mod:`verl.workers.rollout.serving.replicas` runs it as a Ray actor and
+:mod:`verl.workers.rollout.serving.client` talks to it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from verl.workers.rollout.base import (
     RolloutEngine,
     RolloutMemory,
 )
-from verl.workers.rollout.wire import PackedCompletions, PackedRequests
+from verl.workers.rollout.serving.packed_requests import PackedCompletions, PackedRequests
 
 if TYPE_CHECKING:
     from verl.config import ModelConfig, RolloutConfig
@@ -228,7 +228,7 @@ class RolloutServer:
 
     async def _start_endpoint(self, host: str) -> str:
         from verl.utils.tokenizer import load_tokenizer
-        from verl.workers.rollout.openai_api import ApiSettings, OpenAIEndpoint
+        from verl.workers.rollout.serving.openai_api import ApiSettings, OpenAIEndpoint
 
         model, rollout = self.spec.model, self.spec.rollout
         tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)

@@ -14,8 +14,8 @@ import torch
 from verl.errors import ConfigError
 from verl.models.shape import cached_token_bytes
 from verl.workers.rollout.settings import SGLANG_SPARE_POSITIONS, cache_itemsize, max_model_len, sglang_cpu_cache_tokens
-from verl.workers.rollout.sglang_adapters import SLOTS
-from verl.workers.rollout.sglang_sampler import BACKEND
+from verl.workers.rollout.sglang.lora import SLOTS
+from verl.workers.rollout.sglang.sampler import BACKEND
 
 if TYPE_CHECKING:
     from verl.config import ModelConfig, RolloutConfig

@@ -18,8 +18,8 @@ from verl.single_controller.ray.base import LOOK_S, REPORT_S, rank_environments
 from verl.single_controller.ray.resource_pool import Slot
 from verl.utils.stopping import look
 from verl.utils.timing import format_duration
-from verl.workers.rollout.client import RolloutClient
-from verl.workers.rollout.server import RolloutServer, ServerInfo, ServerSpec
+from verl.workers.rollout.serving.client import RolloutClient
+from verl.workers.rollout.serving.server import RolloutServer, ServerInfo, ServerSpec
 
 logger = logging.getLogger(__name__)
 

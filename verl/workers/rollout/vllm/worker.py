@@ -11,12 +11,12 @@ import torch
 
 from verl.utils.pages import forget_pages
 from verl.workers.rollout.base import WeightPart
-from verl.workers.rollout.manifest import Named, WeightManifest, split_adapter
-from verl.workers.rollout.vllm_adapters import AdapterSlots, base_layers
-from verl.workers.rollout.vllm_weights import ModelWeights
+from verl.workers.rollout.policy_weights import Named, WeightManifest, split_adapter
+from verl.workers.rollout.vllm.lora import AdapterSlots, base_layers
+from verl.workers.rollout.vllm.weights import ModelWeights
 
 #: what vLLM imports
-EXTENSION = "verl.workers.rollout.vllm_worker.WorkerExtension"
+EXTENSION = "verl.workers.rollout.vllm.worker.WorkerExtension"
 
 
 class WorkerExtension:

@@ -20,7 +20,7 @@ from verl.errors import ConfigError, RolloutError, VerlError, WeightSyncError
 from verl.models.lora import LoraSettings, is_adapter_name
 from verl.utils.device import get_torch_device
 from verl.utils.distributed import env_local_world_size, env_rank, env_world_size, free_port, init_process_group
-from verl.workers.rollout.adapters import adapter_for, merge_instead
+from verl.workers.rollout.lora import adapter_for, merge_instead
 from verl.workers.rollout.base import (
     MEMORY_PARTS,
     Completion,
@@ -30,16 +30,16 @@ from verl.workers.rollout.base import (
     RolloutMemory,
     run_blocking,
 )
-from verl.workers.rollout.manifest import LiveWeight, Named, WeightManifest, digest
-from verl.workers.rollout.serving import Gate, check_ready, check_request, parts_of, with_partial
+from verl.workers.rollout.policy_weights import LiveWeight, Named, WeightManifest, digest
+from verl.workers.rollout.pausing import Gate, check_ready, check_request, parts_of, with_partial
 from verl.workers.rollout.settings import max_model_len, resolve_dtype, special_tokens
-from verl.workers.rollout.sglang_adapters import ADAPTED_LAYERS, ADAPTER, SLOTS
-from verl.workers.rollout.sglang_http import Connection
-from verl.workers.rollout.sglang_process import ServerProcess, require_sglang
-from verl.workers.rollout.sglang_sampler import PENALTY, stream_start
-from verl.workers.rollout.sglang_scheduler import DIGESTS, MEMORY
-from verl.workers.rollout.sglang_settings import layers_of, server_arguments
-from verl.workers.rollout.sglang_weights import GroupChannel, HandleChannel, WeightChannel, pickled
+from verl.workers.rollout.sglang.lora import ADAPTED_LAYERS, ADAPTER, SLOTS
+from verl.workers.rollout.sglang.connection import Connection
+from verl.workers.rollout.sglang.process import ServerProcess, require_sglang
+from verl.workers.rollout.sglang.sampler import PENALTY, stream_start
+from verl.workers.rollout.sglang.scheduler import DIGESTS, MEMORY
+from verl.workers.rollout.sglang.arguments import layers_of, server_arguments
+from verl.workers.rollout.sglang.weights import GroupChannel, HandleChannel, WeightChannel, pickled
 
 if TYPE_CHECKING:
     from verl.config import ModelConfig, RolloutConfig
@@ -190,7 +190,7 @@ class SGLangRolloutEngine(RolloutEngine):
         except RolloutError as error:
             raise ConfigError(
                 f"rollout.server_urls: the server at {self.connection.url} was not started for training; start it with "
-                f"python -m verl.workers.rollout.sglang_server ({error})"
+                f"python -m verl.workers.rollout.sglang.server ({error})"
             ) from error
         positions = info.get("max_req_input_len") or info["context_length"]
         if config.server_urls and positions is not None and positions < self.max_model_len:

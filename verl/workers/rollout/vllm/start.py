@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from verl.errors import ConfigError
-from verl.workers.rollout.vllm_process import leave_stale_groups, named_shared_memory, own_environment, placed_groups
-from verl.workers.rollout.vllm_weights import deferred_packing
+from verl.workers.rollout.vllm.process import leave_stale_groups, named_shared_memory, own_environment, placed_groups
+from verl.workers.rollout.vllm.weights import deferred_packing
 
 
 class NoAdapterError(ConfigError):

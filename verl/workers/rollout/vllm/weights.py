@@ -23,7 +23,7 @@ from torch import nn
 
 from verl.errors import WeightSyncError
 from verl.workers.rollout.base import WeightPart
-from verl.workers.rollout.manifest import CopyRecorder, Named, Place, WeightManifest, box_of, digest
+from verl.workers.rollout.policy_weights import CopyRecorder, Named, Place, WeightManifest, box_of, digest
 
 logger = logging.getLogger(__name__)
 

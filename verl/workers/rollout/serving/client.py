@@ -16,8 +16,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from verl.errors import ConfigError, LostProcessError, ReplicaError, RolloutError, VerlError
 from verl.workers.rollout.base import Completion, GenerationRequest
-from verl.workers.rollout.server import ServerHealth
-from verl.workers.rollout.wire import PackedRequests
+from verl.workers.rollout.serving.server import ServerHealth
+from verl.workers.rollout.serving.packed_requests import PackedRequests
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class RolloutClient:
     A client may be sent to other Ray actors; each copy counts its own requests. It belongs to one event loop at a time.
 
     Args:
-        replicas: actor handles of :class:`~verl.workers.rollout.server.RolloutServer`; where several processes share
+        replicas: actor handles of :class:`~verl.workers.rollout.serving.server.RolloutServer`; where several processes share
             the weights of a replica, the first one's.
         timeout_s: longest time that a call may take, with all its attempts.
         max_attempts: how many replicas are asked before a request fails.

@@ -26,8 +26,8 @@ from torch.multiprocessing import reductions
 
 from verl.errors import WeightSyncError
 from verl.utils.distributed import free_port
-from verl.workers.rollout.manifest import Named
-from verl.workers.rollout.sglang_http import Connection
+from verl.workers.rollout.policy_weights import Named
+from verl.workers.rollout.sglang.connection import Connection
 
 _ALIGNMENT = 16
 _GROUP = "verl-weights"

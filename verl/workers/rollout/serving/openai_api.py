@@ -1,12 +1,12 @@
 """An HTTP endpoint that OpenAI's client and everything built on it can talk to.
 
 It stands before one server, or as a router before all of them: whatever has ``generate(request, session=...)``, so
-before a :class:`~verl.workers.rollout.client.RolloutClient` too. Needs aiohttp (``verl[server]``).
+before a :class:`~verl.workers.rollout.serving.client.RolloutClient` too. Needs aiohttp (``verl[server]``).
 
 Answers that are sent in pieces, or end at a text, are sampled in pieces: a piece continues the sample exactly where the
 last one ended, and a server that has the beginning in its cache does not compute it again. Tokens are decoded once.
 
-What a request may ask for has limits (:class:`~verl.workers.rollout.openai_protocol.Limits`), and large prompts become
+What a request may ask for has limits (:class:`~verl.workers.rollout.serving.openai_protocol.Limits`), and large prompts become
 tokens beside the event loop, so that one request does not hold up the others.
 """
 
@@ -28,7 +28,7 @@ from verl.tools.parsers import PARSERS, BrokenCall, ToolCall, ToolParser, length
 from verl.utils.detokenizer import Detokenizer
 from verl.utils.json_text import dumps_json
 from verl.workers.rollout.base import Completion, GenerationRequest
-from verl.workers.rollout.openai_protocol import (
+from verl.workers.rollout.serving.openai_protocol import (
     CHARS_PER_TOKEN,
     LIMITS,
     ApiError,

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from verl.workers.rollout.manifest import CopyRecorder, Named, Place, digest
+from verl.workers.rollout.policy_weights import CopyRecorder, Named, Place, digest
 
 if TYPE_CHECKING:
-    from verl.workers.rollout.vllm_weights import ModelWeights
+    from verl.workers.rollout.vllm.weights import ModelWeights
 
 #: ranks that vLLM has room for
 MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
