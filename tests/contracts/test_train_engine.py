@@ -19,7 +19,7 @@ from verl.errors import CheckpointError, ConfigError, SchemaError
 from verl.utils.device import device_memory_stats
 from verl.utils.metrics import MetricSet
 from verl.workers.engine.base import GlobalBatchInfo, MicroBatching, TrainEngine
-from verl.workers.sharding_manager.pieces import HeldWeights
+from verl.workers.sharding_manager.reshard.held_weights import HeldWeights
 
 WHOLE = MicroBatching()
 MICRO = [MicroBatching(size=1), MicroBatching(size=3), MicroBatching(max_tokens=24)]

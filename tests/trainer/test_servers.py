@@ -25,7 +25,7 @@ from verl.trainer.ppo.placement import processes_per_slot, replica_count, shared
 from verl.trainer.ppo.servers import AgentLoopPool, ServerRollout
 from verl.workers.rollout.base import GenerationRequest, SamplingParams, run_blocking
 from verl.workers.sharding_manager import SendReport, SyncReport
-from verl.workers.sharding_manager.link import WeightLink
+from verl.workers.sharding_manager.weight_link import WeightLink
 
 
 @pytest.mark.parametrize(

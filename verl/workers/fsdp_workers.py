@@ -8,7 +8,7 @@ from verl.config import CheckpointConfig, ModelConfig, OptimConfig
 from verl.utils.distributed import get_world_size
 from verl.workers import roles
 from verl.workers.engine.fsdp.engine import FSDPEngine
-from verl.workers.sharding_manager.layout import dense_splits, shard_placement_fn
+from verl.workers.sharding_manager.reshard.layout import dense_splits, shard_placement_fn
 
 __all__ = ["ActorRolloutRefWorker", "CriticWorker", "ImplicitRewardWorker", "RewardModelWorker"]
 

@@ -58,10 +58,10 @@ from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import unless_cancelled
 from verl.workers.rollout.batch import EventCounts, batch_from_completions, requests_from_batch
 from verl.workers.sharding_manager import SendReport, WeightSender, WeightSource, make_sharding_manager
-from verl.workers.sharding_manager.adapters import AdapterSource
-from verl.workers.sharding_manager.grid import sharing_ranks
-from verl.workers.sharding_manager.link import WeightLink
-from verl.workers.sharding_manager.transport import ALIGNMENT
+from verl.workers.sharding_manager.lora_sync import AdapterSource
+from verl.workers.sharding_manager.reshard.grid import sharing_ranks
+from verl.workers.sharding_manager.weight_link import WeightLink
+from verl.workers.sharding_manager.transports.base import ALIGNMENT
 
 logger = logging.getLogger(__name__)
 

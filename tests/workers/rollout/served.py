@@ -27,7 +27,7 @@ from verl.workers.rollout.base import (
 )
 from verl.workers.rollout.serving.replicas import ReplicaGroup, wait_for
 from verl.workers.rollout.serving.server import ServerHealth, ServerSpec
-from verl.workers.sharding_manager.link import WeightLink
+from verl.workers.sharding_manager.weight_link import WeightLink
 
 _names = itertools.count()
 

@@ -194,7 +194,7 @@ def test_a_trainer_that_never_sends_ends_the_wait(pair: ReplicaGroup, model: tor
 
 def _only_receive(server: Any, timeout_s: float) -> None:
     from verl.workers.rollout.serving.replicas import wait_for
-    from verl.workers.sharding_manager.link import WeightLink
+    from verl.workers.sharding_manager.weight_link import WeightLink
 
     trainer = Trainer()
     link = WeightLink("shared_memory", "silent", 1, "127.0.0.1", trainer.store.port, timeout_s=timeout_s)

@@ -28,7 +28,7 @@ from verl.errors import ConfigError, RolloutError, WeightSyncError
 from verl.models.lora import LoraLinear, LoraSettings, add_adapters
 from verl.workers.rollout.base import SamplingParams, run_blocking
 from verl.workers.rollout.hf.engine import HFRolloutEngine
-from verl.workers.sharding_manager.adapters import AdapterSync
+from verl.workers.sharding_manager.lora_sync import AdapterSync
 
 
 @pytest.fixture

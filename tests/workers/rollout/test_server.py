@@ -16,7 +16,7 @@ from verl.errors import ReplicaError, RolloutError, WeightSyncError
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
 from verl.workers.rollout.serving.server import RolloutServer
 from verl.workers.sharding_manager import WeightReceiver
-from verl.workers.sharding_manager.colocated import ColocatedTransport
+from verl.workers.sharding_manager.transports.colocated import ColocatedTransport
 
 LONG = SamplingParams(90, ignore_eos=True, seed=1)
 

@@ -36,7 +36,7 @@ from verl.utils.distributed import free_port
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams, run_blocking
 from verl.workers.rollout.sglang.engine import SGLangRolloutEngine
 from verl.workers.rollout.sglang.connection import Connection
-from verl.workers.sharding_manager.adapters import AdapterSync
+from verl.workers.sharding_manager.lora_sync import AdapterSync
 
 pytestmark = [
     pytest.mark.sglang,

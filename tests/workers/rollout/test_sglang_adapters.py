@@ -24,7 +24,7 @@ from tests.workers.rollout.helpers import generate, missing_package
 from verl.config import ModelConfig, RolloutConfig
 from verl.errors import ConfigError, RolloutError, WeightSyncError
 from verl.workers.rollout.base import run_blocking
-from verl.workers.sharding_manager.adapters import AdapterSync
+from verl.workers.sharding_manager.lora_sync import AdapterSync
 
 pytestmark = [
     pytest.mark.sglang,

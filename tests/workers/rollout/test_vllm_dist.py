@@ -26,7 +26,7 @@ from tests.workers.rollout.helpers import (
 from verl.config import ModelConfig, RolloutConfig
 from verl.errors import ConfigError, RolloutError
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams, run_blocking
-from verl.workers.sharding_manager.adapters import AdapterSync
+from verl.workers.sharding_manager.lora_sync import AdapterSync
 
 pytestmark = [
     pytest.mark.dist,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from verl.errors import ConfigError
-from verl.workers.sharding_manager.grid import RankGrid, generation_groups, transition_cost
+from verl.workers.sharding_manager.reshard.grid import RankGrid, generation_groups, transition_cost
 
 
 def test_ranks_count_along_the_axes_in_order() -> None:

@@ -7,8 +7,8 @@ import torch
 
 from tests.workers.sharding_manager.models import llama_tensors
 from verl.errors import WeightSyncError
-from verl.workers.sharding_manager.grid import RankGrid
-from verl.workers.sharding_manager.layout import (
+from verl.workers.sharding_manager.reshard.grid import RankGrid
+from verl.workers.sharding_manager.reshard.layout import (
     Experts,
     Layout,
     Split,

@@ -27,9 +27,9 @@ from verl.config import ModelConfig, RolloutConfig
 from verl.workers.engine.base import MicroBatching
 from verl.workers.rollout.base import SamplingParams
 from verl.workers.sharding_manager import WeightSync, make_sharding_manager
-from verl.workers.sharding_manager.grid import RankGrid, sharing_ranks
-from verl.workers.sharding_manager.layout import TensorInfo, dense_splits, parallel_layout
-from verl.workers.sharding_manager.sharded import ShardedSync
+from verl.workers.sharding_manager.reshard.grid import RankGrid, sharing_ranks
+from verl.workers.sharding_manager.reshard.layout import TensorInfo, dense_splits, parallel_layout
+from verl.workers.sharding_manager.sharded_sync import ShardedSync
 
 pytestmark = [
     pytest.mark.dist,

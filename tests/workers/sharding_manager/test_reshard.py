@@ -10,8 +10,8 @@ import torch
 
 from tests.workers.sharding_manager.models import llama_tensors, total_bytes
 from verl.errors import WeightSyncError
-from verl.workers.sharding_manager.grid import RankGrid, generation_groups, transition_cost
-from verl.workers.sharding_manager.layout import (
+from verl.workers.sharding_manager.reshard.grid import RankGrid, generation_groups, transition_cost
+from verl.workers.sharding_manager.reshard.layout import (
     Experts,
     Layout,
     Placement,
@@ -23,7 +23,7 @@ from verl.workers.sharding_manager.layout import (
     pipeline_stages,
     replicated_layout,
 )
-from verl.workers.sharding_manager.reshard import Plan, plan
+from verl.workers.sharding_manager.reshard.planner import Plan, plan
 
 SPLITS = dense_splits(kv_heads=2, vocab_multiple_of=4)
 

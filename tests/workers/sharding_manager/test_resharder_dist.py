@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from tests.workers.engine.ranks import run_ranks
 from tests.workers.sharding_manager.models import llama_tensors, total_bytes, values_for
 from verl.errors import WeightSyncError
-from verl.workers.sharding_manager.grid import RankGrid, generation_groups
-from verl.workers.sharding_manager.layout import (
+from verl.workers.sharding_manager.reshard.grid import RankGrid, generation_groups
+from verl.workers.sharding_manager.reshard.layout import (
     Layout,
     TensorInfo,
     aligned_shard_dim,
@@ -26,8 +26,8 @@ from verl.workers.sharding_manager.layout import (
     replicated_layout,
     shard_placement_fn,
 )
-from verl.workers.sharding_manager.reshard import plan
-from verl.workers.sharding_manager.resharder import Resharder
+from verl.workers.sharding_manager.reshard.planner import plan
+from verl.workers.sharding_manager.reshard.resharder import Resharder
 
 TENSORS = llama_tensors()
 SPLITS = dense_splits(kv_heads=2, vocab_multiple_of=8)

@@ -24,15 +24,15 @@ from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.fsdp.engine import FSDPEngine
 from verl.workers.rollout.base import SamplingParams, WeightPart
 from verl.workers.sharding_manager import WeightSync, make_sharding_manager
-from verl.workers.sharding_manager.grid import RankGrid, sharing_ranks
-from verl.workers.sharding_manager.layout import (
+from verl.workers.sharding_manager.reshard.grid import RankGrid, sharing_ranks
+from verl.workers.sharding_manager.reshard.layout import (
     Layout,
     TensorInfo,
     dense_splits,
     parallel_layout,
     shard_placement_fn,
 )
-from verl.workers.sharding_manager.sharded import ShardedSync
+from verl.workers.sharding_manager.sharded_sync import ShardedSync
 
 pytestmark = pytest.mark.dist
 

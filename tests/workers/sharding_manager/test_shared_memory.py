@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from verl.errors import WeightSyncError
-from verl.workers.sharding_manager.colocated import SharedMemoryTransport, _make_slot, _open_slot, on_device
+from verl.workers.sharding_manager.transports.colocated import SharedMemoryTransport, _make_slot, _open_slot, on_device
 
 
 def test_a_slot_is_the_same_memory_on_both_sides_and_leaves_no_file() -> None:

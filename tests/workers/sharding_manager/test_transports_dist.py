@@ -23,9 +23,9 @@ from verl.errors import WeightSyncError
 from verl.utils.owned import Owner
 from verl.workers.rollout.base import SamplingParams
 from verl.workers.sharding_manager import Transport, WeightReceiver, WeightSender
-from verl.workers.sharding_manager.broadcast import BroadcastTransport, transfer_group
-from verl.workers.sharding_manager.colocated import SharedMemoryTransport
-from verl.workers.sharding_manager.disk import DiskTransport
+from verl.workers.sharding_manager.transports.broadcast import BroadcastTransport, transfer_group
+from verl.workers.sharding_manager.transports.colocated import SharedMemoryTransport
+from verl.workers.sharding_manager.transports.disk import DiskTransport
 
 BUCKET = 1 << 13
 

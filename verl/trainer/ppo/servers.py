@@ -30,7 +30,7 @@ from verl.workers.rollout.batch import EventCounts, batch_from_completions, requ
 from verl.workers.rollout.serving.client import RolloutClient
 from verl.workers.rollout.serving.replicas import NoAnswerError, Replica, ReplicaGroup, wait_for
 from verl.workers.sharding_manager import SyncReport
-from verl.workers.sharding_manager.link import LinkKind, WeightLink
+from verl.workers.sharding_manager.weight_link import LinkKind, WeightLink
 
 logger = logging.getLogger(__name__)
 

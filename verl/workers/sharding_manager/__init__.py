@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 from verl.workers.sharding_manager.base import SendReport, SyncReport, WeightSink, WeightSource
-from verl.workers.sharding_manager.bindings import SHARDING_MANAGERS, make_sharding_manager
+from verl.workers.sharding_manager.select import SHARDING_MANAGERS, make_sharding_manager
 from verl.workers.sharding_manager.sync import WeightReceiver, WeightSender, WeightSync
-from verl.workers.sharding_manager.transport import Transport
+from verl.workers.sharding_manager.transports.base import Transport
 
 __all__ = [
     "SHARDING_MANAGERS",

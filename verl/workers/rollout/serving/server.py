@@ -120,7 +120,7 @@ class WeightReceiving(Protocol):
 
 
 class WeightAddress(Protocol):
-    """Where weights come from; :class:`verl.workers.sharding_manager.link.WeightLink` is one."""
+    """Where weights come from; :class:`verl.workers.sharding_manager.weight_link.WeightLink` is one."""
 
     @property
     def name(self) -> str: ...

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.errors import ConfigError, WeightSyncError
-from verl.workers.sharding_manager.transport import (
+from verl.workers.sharding_manager.transports.base import (
     Bucket,
     Delivery,
     Message,

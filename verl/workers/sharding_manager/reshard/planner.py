@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from verl.errors import WeightSyncError
-from verl.workers.sharding_manager.layout import Layout, Placement, TensorInfo
+from verl.workers.sharding_manager.reshard.layout import Layout, Placement, TensorInfo
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import ConfigError, WeightSyncError
-from verl.workers.sharding_manager.transport import Weights
+from verl.workers.sharding_manager.transports.base import Weights
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from verl.errors import WeightSyncError
 from verl.utils import plain_pickle
 from verl.utils.fs import format_bytes
 from verl.utils.owned import owned_name
-from verl.workers.sharding_manager.transport import (
+from verl.workers.sharding_manager.transports.base import (
     Bucket,
     Delivery,
     Message,

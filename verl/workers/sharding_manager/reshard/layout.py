@@ -1,6 +1,6 @@
 """Which slices of which tensors each rank holds: the description that resharding is planned from.
 
-A layout is built for all ranks at once from a :class:`~verl.workers.sharding_manager.grid.RankGrid` and a few rules, or
+A layout is built for all ranks at once from a :class:`~verl.workers.sharding_manager.reshard.grid.RankGrid` and a few rules, or
 read from sharded tensors. Tensors of the same shape under the same rules share one :class:`Placement`, which is what
 makes planning for a thousand ranks fast.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import WeightSyncError
-from verl.workers.sharding_manager.grid import RankGrid
+from verl.workers.sharding_manager.reshard.grid import RankGrid
 
 #: (first index, end, first index in the local tensor) along one dimension
 Interval = tuple[int, int, int]

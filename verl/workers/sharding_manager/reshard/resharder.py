@@ -13,7 +13,7 @@ from torch import Tensor
 
 from verl.errors import WeightSyncError
 from verl.utils.distributed import get_rank
-from verl.workers.sharding_manager.reshard import BucketItem, Plan, SliceMove
+from verl.workers.sharding_manager.reshard.planner import BucketItem, Plan, SliceMove
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Resharder:
     on. It is for training tensors without padding that own their memory; FSDP2's are views of a storage that it keeps.
 
     Args:
-        plan: from :func:`~verl.workers.sharding_manager.reshard.plan`.
+        plan: from :func:`~verl.workers.sharding_manager.reshard.planner.plan`.
         group: process group whose ranks include all ranks of the plan; None: the default group.
         rank: global rank; None: this process's.
         device: of new target tensors and staging.
