@@ -18,7 +18,7 @@ from tests.agent_loop.ticking import Ticking, length_of, log_prob_of, token_of
 from verl.agent_loop import AgentLoopBase, AgentLoopOutput, EngineGenerator, register
 from verl.agent_loop.base import AGENT_LOOPS
 from verl.agent_loop.batch import Row, Trajectory
-from verl.agent_loop.carry import CutOff, Take
+from verl.agent_loop.partial_rollouts import CutOff, Take
 from verl.agent_loop.runner import AgentLoopRunner
 from verl.config import ModelConfig
 from verl.errors import RolloutError
@@ -270,7 +270,7 @@ def test_a_loop_that_does_not_end_when_stopped_is_left_to_itself(
     AGENT_LOOPS._items.pop("stubborn", None)
     register("stubborn")(Stubborn)
     monkeypatched = [True]
-    monkeypatch.setattr("verl.agent_loop.carry._GRACE_S", 0.2)
+    monkeypatch.setattr("verl.agent_loop.partial_rollouts._GRACE_S", 0.2)
     rows = [*rows_of(1, agent_name="stubborn"), *rows_of(1)]
 
     async def run() -> list[Trajectory]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.agent_loop.ledger import TokenLedger
+from verl.agent_loop.token_trajectory import TokenLedger
 from verl.errors import DataError
 from verl.workers.rollout.base import Completion
 

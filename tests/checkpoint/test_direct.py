@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from verl.checkpoint.direct import write_hashed
-from verl.checkpoint.image import HostMemory
+from verl.checkpoint.direct_io import write_hashed
+from verl.checkpoint.staged_shards import HostMemory
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 PIECE = 4 << 20

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from verl.checkpoint.plain import PlainReader, check_plain
+from verl.checkpoint.plain_state import PlainReader, check_plain
 from verl.errors import CheckpointError
 from verl.utils import plain_pickle
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from verl.selftest import batches, laws
+from verl.selftest import batches
+
+from verl.selftest import invariances as laws
 from verl.selftest.checks import FIRST_STEP, LAWS, REFERENCE
-from verl.selftest.cuts import COLUMNS, DYNAMIC, MICRO, ORDER, OUTSIDE, PADDED
-from verl.selftest.planted import BUGS
+from verl.selftest.splits import COLUMNS, DYNAMIC, MICRO, ORDER, OUTSIDE, PADDED
+from verl.selftest.planted_bugs import BUGS
 
 
 @pytest.fixture(scope="module")

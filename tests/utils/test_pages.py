@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from verl.utils.pages import forget_pages
+from verl.utils.memory_release import forget_pages
 
 
 def test_forgotten_pages_read_as_zeros_and_cost_nothing() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verl.errors import CheckpointError, ConfigError, DataError, VerlError
-from verl.utils.program import exit_code
+from verl.utils.exit_status import exit_code
 
 
 @pytest.mark.parametrize(

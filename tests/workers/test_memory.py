@@ -18,8 +18,8 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.placement import build_worker_groups
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.device import DeviceMemory
-from verl.workers import memory
-from verl.workers.memory import RESERVED, Item, MemoryMeter, predict, table, together
+from verl.workers import memory_usage as memory
+from verl.workers.memory_usage import RESERVED, Item, MemoryMeter, predict, table, together
 
 MIB = 2**20
 #: Qwen2.5-7B as its config.json has it

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-from verl.agent_loop.ledger import TokenLedger
+from verl.agent_loop.token_trajectory import TokenLedger
 from verl.errors import ConfigError, RolloutError
 from verl.tools.toolbox import ToolLimits
 from verl.utils.dynamic_import import load_target, read_yaml

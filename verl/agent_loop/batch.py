@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from verl.agent_loop.base import AgentLoopOutput
-from verl.agent_loop.carry import Take
+from verl.agent_loop.partial_rollouts import Take
 from verl.data.collate import object_array
 from verl.data.images import IMAGE_FIELD
 from verl.errors import DataError, RolloutError

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from verl.agent_loop.ledger import TokenLedger
+from verl.agent_loop.token_trajectory import TokenLedger
 from verl.agent_loop.templating import ChatTemplater
 from verl.data.chat import Message
 from verl.data.images import repeated

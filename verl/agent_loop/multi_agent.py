@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.agent_loop.base import AgentContext, AgentLoopBase, AgentLoopOutput, register
 from verl.agent_loop.conversation import Conversation, open_conversation
-from verl.agent_loop.partner import limited, with_opening
+from verl.agent_loop.environment_session import limited, with_opening
 from verl.agent_loop.rows import PLAYER
 from verl.agent_loop.tool_agent import messages_of_row, need_chat_template
 from verl.errors import ConfigError, RolloutError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, register
-from verl.agent_loop.ledger import TokenLedger
+from verl.agent_loop.token_trajectory import TokenLedger
 
 
 @register("single_turn_agent")

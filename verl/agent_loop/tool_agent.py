@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.agent_loop.base import AgentContext, AgentLoopBase, AgentLoopOutput, register
 from verl.agent_loop.conversation import Conversation, open_conversation
-from verl.agent_loop.partner import Partner
+from verl.agent_loop.environment_session import Partner
 from verl.data.chat import as_messages
 from verl.errors import DataError
 from verl.interactions.base import choose

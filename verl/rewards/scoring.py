@@ -25,7 +25,7 @@ from typing import Any
 from verl.errors import ConfigError
 from verl.rewards.function import ScoreFunction
 from verl.rewards.outcome import OutcomeKind, RewardOutcome, as_outcome
-from verl.rewards.policy import ScoringOptions
+from verl.rewards.missing_scores import ScoringOptions
 from verl.rewards.rate import RateLimiter
 from verl.rewards.witness import witnessed
 

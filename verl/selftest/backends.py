@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.models.loading import quiet_transformers
 from verl.models.sliced import local_part
-from verl.selftest.cuts import PLAIN, Cut
+from verl.selftest.splits import PLAIN, Cut
 from verl.selftest.model import ModelDirs
 from verl.utils.metrics import MetricSet, mmean, msum
 from verl.workers.engine.base import GlobalBatchInfo

@@ -22,7 +22,7 @@ from verl.errors import ConfigError, DataError, RewardError
 from verl.utils.fs import atomic_write_text, ensure_writable_dir
 from verl.utils.json_text import dumps_json, write_json
 from verl.utils.output import write_result
-from verl.utils.program import exit_code, start_program
+from verl.utils.exit_status import exit_code, start_program
 
 if TYPE_CHECKING:
     from verl.data.files import Rows
@@ -135,7 +135,7 @@ def _score(
     """Score of each response and whether it passes; None where the function abstained or failed by policy."""
     from verl.rewards.loading import scoring_options
     from verl.rewards.outcome import checked_score
-    from verl.rewards.policy import Action, resolve
+    from verl.rewards.missing_scores import Action, resolve
     from verl.rewards.scoring import make_scorer
 
     options = scoring_options(config.reward)

@@ -13,7 +13,7 @@ from verl.config import PPOConfig
 from verl.config.base import seal
 from verl.config.cli import parse_cli
 from verl.errors import ConfigError, LostProcessError, WorkerError
-from verl.utils.program import exit_code, start_program
+from verl.utils.exit_status import exit_code, start_program
 from verl.utils.stopping import StopWatch, account, require_saved
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from verl.trainer.ppo.placement import Rollout
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.scoring import Scorer
-    from verl.trainer.ppo.sources import Source
+    from verl.trainer.ppo.sources.base import Source
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class TaskRunner:
         from verl.trainer.ppo.placement import build_worker_groups
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.trainer.ppo.scoring import Scorer
-        from verl.trainer.ppo.sources import NoSource, steps_in_run
+        from verl.trainer.ppo.sources.base import NoSource, steps_in_run
         from verl.trainer.ppo.validation import Validator
         from verl.utils.fs import ensure_writable_dir
         from verl.utils.tokenizer import load_processor, load_tokenizer
@@ -227,9 +227,9 @@ class TaskRunner:
 
     def build_source(self, dataloader: Any, rollout: Rollout, scorer: Scorer) -> Source:
         """Where training batches come from: generation on request, with the groups filtered where configured."""
-        from verl.trainer.ppo.group_filter import GroupFilter
-        from verl.trainer.ppo.over_sampling import OverSamplingSource
-        from verl.trainer.ppo.sources import SyncSource
+        from verl.trainer.ppo.sources.group_filter import GroupFilter
+        from verl.trainer.ppo.sources.over_sampling import OverSamplingSource
+        from verl.trainer.ppo.sources.base import SyncSource
 
         config, algorithm, section = self.config, self.config.algorithm, self.config.actor_rollout_ref.rollout
         n = section.n

@@ -53,7 +53,7 @@ from verl.workers.engine.batching import MINI_BATCH_ROWS
 from verl.workers.engine.export import export_model
 from verl.workers.engine.images import engine_rows, prompt_parts, with_images
 from verl.workers.losses import actor_loss, critic_loss, implicit_reward_model_loss
-from verl.workers.memory import METER, RESERVED
+from verl.workers.memory_usage import METER, RESERVED
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import unless_cancelled
 from verl.workers.rollout.batch import EventCounts, batch_from_completions, requests_from_batch

@@ -28,7 +28,7 @@ from tests.workers.engine.reference import (
     run_reference,
     value_loss,
 )
-from verl.checkpoint.image import ShardImage
+from verl.checkpoint.staged_shards import ShardImage
 from verl.errors import CheckpointError, ConfigError
 from verl.models.decoder import decoder_layers
 from verl.utils.metrics import MetricSet

@@ -24,7 +24,7 @@ from verl import model_merger
 from verl.data import chat
 from verl.errors import ConfigError
 from verl.models import attention, families, heads, loading, packing
-from verl.selftest import planted
+from verl.selftest import planted_bugs as planted
 from verl.utils import tokenizer
 from verl.workers.engine.fsdp.engine import engine as fsdp
 from verl.workers.engine import checkpoint as state

@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from verl.checkpoint.checksums import forget_recorded, record_checksums
-from verl.checkpoint.image import ShardImage
-from verl.checkpoint.plain import PlainReader
+from verl.checkpoint.staged_shards import ShardImage
+from verl.checkpoint.plain_state import PlainReader
 from verl.errors import CheckpointError
 from verl.models.loading import quiet_transformers, resolve_model_dir
 from verl.models.lora import LoraSettings, is_adapter_name, save_adapter

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from verl.checkpoint.image import ShardImage
+from verl.checkpoint.staged_shards import ShardImage
 from verl.errors import CheckpointError, ConfigError
 from verl.models.decoder import compile_dense_parts, decoder_layers
 from verl.models.families import must_verify, named_failures, require_agreement

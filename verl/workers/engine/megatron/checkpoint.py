@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from verl.checkpoint.plain import check_plain
+from verl.checkpoint.plain_state import check_plain
 from verl.errors import CheckpointError
 from verl.models.loading import quiet_transformers, resolve_model_dir
 from verl.models.lora import save_adapter

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from verl.utils.pages import forget_pages
+from verl.utils.memory_release import forget_pages
 from verl.utils.tokenizer import unsampled_tokens
 from verl.workers.rollout.policy_weights import CopyRecorder, Named, Place, digest, split_adapter
 from verl.workers.rollout.sglang.lora import AdapterPool, pool_tensors

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from verl.utils.pages import forget_pages
+from verl.utils.memory_release import forget_pages
 from verl.workers.rollout.base import WeightPart
 from verl.workers.rollout.policy_weights import Named, WeightManifest, split_adapter
 from verl.workers.rollout.vllm.lora import AdapterSlots, base_layers

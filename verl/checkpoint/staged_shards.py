@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from verl.checkpoint.direct import write_hashed
+from verl.checkpoint.direct_io import write_hashed
 from verl.errors import CheckpointError
 from verl.utils.fs import format_bytes
 
