@@ -37,8 +37,8 @@ from verl.models.loading import (
     quiet_transformers,
 )
 from verl.models.lora import is_adapter_name, merged, read_adapter
-from verl.utils.fs import directory_bytes, ensure_writable_dir, fsync_tree
 from verl.utils.exit_status import exit_code, start_program
+from verl.utils.fs import directory_bytes, ensure_writable_dir, fsync_tree
 from verl.utils.registry import Registry
 from verl.workers.engine.checkpoint import ADAPTER_DIR, copy_companions, read_marker
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
-from verl.checkpoint.staged_shards import ShardImage
 from verl.checkpoint.plain_state import PlainReader
+from verl.checkpoint.staged_shards import ShardImage
 
 
 def some_tensors(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -25,10 +25,10 @@ from tests.workers.rollout.helpers import (
 from verl.errors import RolloutError, WeightSyncError
 from verl.workers.rollout.base import SamplingParams
 from verl.workers.sharding_manager import Transport, WeightReceiver, WeightSender
+from verl.workers.sharding_manager.transports.base import Unpacker
 from verl.workers.sharding_manager.transports.broadcast import BroadcastTransport, transfer_group
 from verl.workers.sharding_manager.transports.colocated import ColocatedTransport, SharedMemoryTransport
 from verl.workers.sharding_manager.transports.disk import DiskTransport
-from verl.workers.sharding_manager.transports.base import Unpacker
 
 BUCKET = 1 << 12
 Pair = tuple[Transport, list[Transport]]

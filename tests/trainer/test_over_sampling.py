@@ -18,11 +18,11 @@ from verl.checkpoint.state import load_state, save_state
 from verl.errors import CheckpointError
 from verl.protocol import DataProto
 from verl.trainer.ppo.glossary import undocumented
-from verl.trainer.ppo.sources.group_filter import GroupFilter
 from verl.trainer.ppo.metrics import compute_data_metrics, compute_staleness_metrics
-from verl.trainer.ppo.sources.over_sampling import OverSamplingSource
 from verl.trainer.ppo.scoring import Scorer
 from verl.trainer.ppo.sources.base import SyncSource
+from verl.trainer.ppo.sources.group_filter import GroupFilter
+from verl.trainer.ppo.sources.over_sampling import OverSamplingSource
 from verl.utils.seeding import derive_seed
 from verl.utils.timing import StepTimer
 

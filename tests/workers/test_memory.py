@@ -18,7 +18,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.placement import build_worker_groups
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.device import DeviceMemory
-from verl.workers import memory_usage as memory
+from verl.workers import memory_usage
 from verl.workers.memory_usage import RESERVED, Item, MemoryMeter, predict, table, together
 
 MIB = 2**20
@@ -258,7 +258,7 @@ def test_the_command(qwen7b: str, capsys: pytest.CaptureFixture[str], tmp_path: 
 
 def test_the_meter_keeps_the_most_of_a_phase_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     used = 0
-    monkeypatch.setattr(memory, "device_memory_stats", lambda device: DeviceMemory(0, 0, 0, 0, used))
+    monkeypatch.setattr(memory_usage, "device_memory_stats", lambda device: DeviceMemory(0, 0, 0, 0, used))
     meter = MemoryMeter()
     for name, used in (("generate", 5), ("update", 7), ("update", 6)):  # noqa: B007 - read by the lambda
         with meter.phase(name, "cpu"):

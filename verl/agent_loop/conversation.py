@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from verl.agent_loop.token_trajectory import TokenLedger
 from verl.agent_loop.templating import ChatTemplater
+from verl.agent_loop.token_trajectory import TokenLedger
 from verl.data.chat import Message
 from verl.data.images import repeated
 from verl.errors import RolloutError

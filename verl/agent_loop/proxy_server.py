@@ -9,7 +9,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from verl.agent_loop.proxy_session import Answer, ProxySession
-from verl.workers.rollout.serving.openai_api import aiohttp_web, errors_as_json, json_of, read_body, send_event, usage_of
+from verl.workers.rollout.serving.openai_api import (
+    aiohttp_web,
+    errors_as_json,
+    json_of,
+    read_body,
+    send_event,
+    usage_of,
+)
 from verl.workers.rollout.serving.openai_protocol import LIMITS, ApiError, envelope, parse_json
 
 #: seconds that a request in progress may take when the last trajectory has ended

@@ -29,8 +29,8 @@ from verl.agent_loop.batch import (
     empty_last_row,
     rows_from_batch,
 )
-from verl.agent_loop.partial_rollouts import CutOff, Tape
 from verl.agent_loop.conversation import HistoryRewritten
+from verl.agent_loop.partial_rollouts import CutOff, Tape
 from verl.agent_loop.rows import PLAYER
 from verl.agent_loop.trace import SpanExporter, Trace, TraceWriter
 from verl.data.images import ImageReader

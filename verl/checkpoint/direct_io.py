@@ -23,7 +23,7 @@ def write_hashed(path: Path, content: memoryview) -> str:
 
     Args:
         path: of the file; replaced if it exists.
-        content: bytes. In memory that starts at a page, as :class:`verl.checkpoint.staged_shards.HostMemory` has it, whole
+        content: bytes. In memory that starts at a page (:class:`verl.checkpoint.staged_shards.HostMemory`), whole
             pages go to the disk directly.
 
     Raises:

@@ -11,8 +11,8 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 
 from verl.rewards.function import ScoreFunction
-from verl.rewards.outcome import RewardOutcome, as_outcome
 from verl.rewards.missing_scores import ScoringOptions
+from verl.rewards.outcome import RewardOutcome, as_outcome
 from verl.rewards.rate import RateLimiter
 from verl.rewards.scoring import Call, GiveUp, Scorer, error_outcome, interrupt, worth_a_retry
 from verl.rewards.witness import witnessed

@@ -12,8 +12,8 @@ from verl.errors import ConfigError
 from verl.rewards.default import default_compute_score
 from verl.rewards.function import BATCH_ARGUMENTS, BATCH_OPTIONAL, ScoreFunction
 from verl.rewards.manager import RewardManager, register
-from verl.rewards.outcome import OutcomeKind, RewardOutcome, as_outcome
 from verl.rewards.missing_scores import ScoringOptions
+from verl.rewards.outcome import OutcomeKind, RewardOutcome, as_outcome
 from verl.rewards.samples import Sample
 from verl.rewards.scoring import Scorer, make_scorer
 from verl.rewards.streaming import StreamScorer

@@ -24,8 +24,8 @@ from typing import Any
 
 from verl.errors import ConfigError
 from verl.rewards.function import ScoreFunction
-from verl.rewards.outcome import OutcomeKind, RewardOutcome, as_outcome
 from verl.rewards.missing_scores import ScoringOptions
+from verl.rewards.outcome import OutcomeKind, RewardOutcome, as_outcome
 from verl.rewards.rate import RateLimiter
 from verl.rewards.witness import witnessed
 

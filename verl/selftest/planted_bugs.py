@@ -21,9 +21,9 @@ from verl.errors import ConfigError
 from verl.models import ulysses
 from verl.utils.metrics import Metric, MetricSet
 from verl.workers import losses
-from verl.workers.engine.fsdp.engine import engine as fsdp
 from verl.workers.engine.base import GlobalBatchInfo
 from verl.workers.engine.batching import BatchPlan
+from verl.workers.engine.fsdp import engine as fsdp_engine
 from verl.workers.engine.fsdp.engine import FSDPEngine
 
 
@@ -69,12 +69,12 @@ def _local_denominators(stack: ExitStack) -> None:
 
 def _rank_denominators(stack: ExitStack) -> None:
     """Each rank divides by its own tokens and rows, and ranks are averaged: right on one rank only."""
-    real: Callable[..., BatchPlan] = fsdp.plan_batch
+    real: Callable[..., BatchPlan] = fsdp_engine.plan_batch
 
     def plan(batch: TensorDict, *args: Any, **kwargs: Any) -> BatchPlan:
         return dataclasses.replace(real(batch, *args, **kwargs), info=_counts_of(batch, 1))
 
-    stack.enter_context(mock.patch.object(fsdp, "plan_batch", plan))
+    stack.enter_context(mock.patch.object(fsdp_engine, "plan_batch", plan))
 
 
 def _micro_batch_mean(stack: ExitStack) -> None:
@@ -160,7 +160,7 @@ def _row_order(stack: ExitStack) -> None:
     def join(pieces: list[dict[str, Tensor]], parts: list[list[int]], rows: int) -> dict[str, Tensor]:
         return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
-    stack.enter_context(mock.patch.object(fsdp, "join_rows", join))
+    stack.enter_context(mock.patch.object(fsdp_engine, "join_rows", join))
 
 
 def _sequence_gradient(stack: ExitStack) -> None:

@@ -12,12 +12,12 @@ import torch
 from verl.selftest.backends import EngineBackend, PlainBackend
 from verl.selftest.batches import make_batch
 from verl.selftest.checks import Finding, check_entry
-from verl.selftest.splits import single_process_cuts
 from verl.selftest.entries import complete_base, enumerate_entries
 from verl.selftest.model import save_tiny_models
 from verl.selftest.planted_bugs import plant
 from verl.selftest.ranks import Work, check_on_ranks
 from verl.selftest.report import Report
+from verl.selftest.splits import single_process_cuts
 from verl.utils.device import resolve_device
 from verl.utils.dynamic_import import load_module
 from verl.utils.owned import owned_scratch

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from verl.config import PPOConfig, parse_cli
-from verl.utils.output import write_result
 from verl.utils.exit_status import exit_code, start_program
+from verl.utils.output import write_result
 
 USAGE = """usage: verl explain memory [key=value ...]
 

@@ -22,10 +22,10 @@ from verl.config import to_dict
 from verl.config.cli import parse_cli
 from verl.config.generation import GenerationConfig
 from verl.errors import ConfigError, DataError
+from verl.utils.exit_status import exit_code, start_program
 from verl.utils.fs import atomic_write_text, ensure_writable_dir
 from verl.utils.json_text import dumps_json
 from verl.utils.logging import redact
-from verl.utils.exit_status import exit_code, start_program
 from verl.utils.run_lock import locked
 from verl.utils.stopping import StopRequested, StopWatch, account, state_of_work
 

@@ -227,9 +227,9 @@ class TaskRunner:
 
     def build_source(self, dataloader: Any, rollout: Rollout, scorer: Scorer) -> Source:
         """Where training batches come from: generation on request, with the groups filtered where configured."""
+        from verl.trainer.ppo.sources.base import SyncSource
         from verl.trainer.ppo.sources.group_filter import GroupFilter
         from verl.trainer.ppo.sources.over_sampling import OverSamplingSource
-        from verl.trainer.ppo.sources.base import SyncSource
 
         config, algorithm, section = self.config, self.config.algorithm, self.config.actor_rollout_ref.rollout
         n = section.n

@@ -32,8 +32,8 @@ from verl.checkpoint.staged_shards import ShardImage
 from verl.errors import CheckpointError, ConfigError
 from verl.models.decoder import decoder_layers
 from verl.utils.metrics import MetricSet
-from verl.workers.engine import checkpoint as state
 from verl.workers.engine.base import MicroBatching
+from verl.workers.engine.fsdp import checkpoint
 from verl.workers.engine.fsdp.engine import FSDPEngine
 
 WHOLE = MicroBatching()
@@ -294,13 +294,13 @@ def test_a_copy_that_fails_fails_the_save_and_not_the_training(
 def test_two_background_saves_at_a_time_are_refused(
     tiny_model_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, may_go_on, write = make_engine(tiny_model_dir), threading.Event(), state.write
+    engine, may_go_on, write = make_engine(tiny_model_dir), threading.Event(), checkpoint.write
 
     def slowly(*arguments: Any) -> None:
         assert may_go_on.wait(60)
         write(*arguments)
 
-    monkeypatch.setattr(state, "write", slowly)
+    monkeypatch.setattr(checkpoint, "write", slowly)
     task = engine.start_save(tmp_path / "a", TRAINED)
     with pytest.raises(CheckpointError, match="an earlier background save is still being written"):
         engine.start_save(tmp_path / "b", TRAINED)

@@ -12,6 +12,8 @@ import torch
 from verl.errors import ConfigError
 from verl.models.logprobs import IDENTITY, LogitTransform, token_log_probs, token_sum_pi_squared
 from verl.models.parallel_logprobs import VocabShard, parallel_sum_pi_squared, parallel_token_log_probs
+from verl.workers.engine.megatron.optimizer import optimizer_overrides
+from verl.workers.engine.megatron.storage_offload import Parking
 from verl.workers.engine.megatron.tensor_layouts import (
     Cut,
     Form,
@@ -23,8 +25,6 @@ from verl.workers.engine.megatron.tensor_layouts import (
     Whole,
     slices_of,
 )
-from verl.workers.engine.megatron.storage_offload import Parking
-from verl.workers.engine.megatron.optimizer import optimizer_overrides
 
 
 def test_fused_projections_are_ordered_by_key_value_head() -> None:

@@ -19,9 +19,9 @@ from verl.errors import ConfigError
 from verl.workers.rollout.base import SamplingParams
 from verl.workers.rollout.hf.sampler import SamplingBatch, sample
 from verl.workers.rollout.hf.uniforms import uniforms
+from verl.workers.rollout.sglang.arguments import server_arguments
 from verl.workers.rollout.sglang.engine import _pieces
 from verl.workers.rollout.sglang.sampler import seed_of_name, settings_of, stream_start, uniforms_at
-from verl.workers.rollout.sglang.arguments import server_arguments
 from verl.workers.rollout.sglang.weights import address_towards, pickled, stage
 
 

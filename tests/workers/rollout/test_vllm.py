@@ -304,7 +304,7 @@ def test_reloaded_models_get_the_same_weights(
     model: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The way of models whose weights vLLM converts, walked by one whose weights it does not."""
-    from verl.workers.rollout.vllm.engine import weights as vllm_weights
+    from verl.workers.rollout.vllm import weights as vllm_weights
 
     engine: Any = make_vllm_engine(model, tmp_path)
     monkeypatch.setattr(vllm_weights, "_is_converted", lambda module: True)

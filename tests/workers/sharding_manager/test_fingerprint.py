@@ -12,8 +12,8 @@ import torch
 from tests.workers.rollout.helpers import make_engine, make_model, weights_of
 from verl.errors import ConfigError, WeightSyncError
 from verl.workers.sharding_manager import WeightSender, WeightSync
-from verl.workers.sharding_manager.transports.disk import DiskTransport
 from verl.workers.sharding_manager.change_detection import ChangeDetector, fingerprint
+from verl.workers.sharding_manager.transports.disk import DiskTransport
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool])

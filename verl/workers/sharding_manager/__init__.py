@@ -1,7 +1,7 @@
 """The weight sync between training and generation, which share one set of parameters where they can.
 
-``sync`` joins a source, a transport and a sink; ``colocated``, ``broadcast`` and ``disk`` are the transports;
-``layout``, ``reshard`` and ``resharder`` change how a model is cut over ranks; ``bindings`` says which engines fit.
+``sync`` joins a source, a transport and a sink. ``transports`` holds the ways that weights travel. ``reshard`` changes
+how a model is divided over ranks. ``select`` chooses the path for a pair of engines.
 """
 
 from __future__ import annotations

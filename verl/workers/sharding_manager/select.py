@@ -7,8 +7,8 @@ from typing import Protocol, cast
 from verl.errors import ConfigError
 from verl.utils.distributed import get_world_size
 from verl.utils.registry import Registry
-from verl.workers.sharding_manager.lora_sync import AdaptedSource, AdapterSync
 from verl.workers.sharding_manager.base import ShardedSource, WeightSink, WeightSource
+from verl.workers.sharding_manager.lora_sync import AdaptedSource, AdapterSync
 from verl.workers.sharding_manager.sharded_sync import ShardedSync
 from verl.workers.sharding_manager.sync import WeightSync
 

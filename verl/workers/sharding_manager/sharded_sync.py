@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from verl.workers.rollout.base import WeightPart
 from verl.workers.sharding_manager.base import ShardedSource, SyncReport, WeightSink
-from verl.workers.sharding_manager.reshard.layout import Layout, Placement, TensorInfo
 from verl.workers.sharding_manager.reshard.held_weights import HeldWeights, Holding
+from verl.workers.sharding_manager.reshard.layout import Layout, Placement, TensorInfo
 from verl.workers.sharding_manager.reshard.planner import Plan, plan
 from verl.workers.sharding_manager.reshard.resharder import Resharder
 from verl.workers.sharding_manager.sync import WeightSync, updating

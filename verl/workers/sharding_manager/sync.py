@@ -15,9 +15,9 @@ from verl.errors import WeightSyncError
 from verl.models.lora import is_adapter_name
 from verl.workers.rollout.base import run_blocking
 from verl.workers.sharding_manager.base import SendReport, SyncReport, WeightSink, WeightSource
-from verl.workers.sharding_manager.transports.colocated import ColocatedTransport
 from verl.workers.sharding_manager.change_detection import ChangeDetector
 from verl.workers.sharding_manager.transports.base import Transport, Weights
+from verl.workers.sharding_manager.transports.colocated import ColocatedTransport
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from verl.errors import ConfigError
 from verl.workers.sharding_manager.base import WeightSink
+from verl.workers.sharding_manager.sync import WeightReceiver
+from verl.workers.sharding_manager.transports.base import Transport
 from verl.workers.sharding_manager.transports.broadcast import BroadcastTransport, transfer_group
 from verl.workers.sharding_manager.transports.colocated import SharedMemoryTransport
 from verl.workers.sharding_manager.transports.disk import DiskTransport
-from verl.workers.sharding_manager.sync import WeightReceiver
-from verl.workers.sharding_manager.transports.base import Transport
 
 LinkKind = Literal["shared_memory", "broadcast", "disk"]
 

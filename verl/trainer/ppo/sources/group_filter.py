@@ -9,9 +9,9 @@ import torch
 
 from verl.errors import CheckpointError, DataError
 from verl.protocol import DataProto
-from verl.trainer.ppo.sources.kept_batches import from_plain, join, to_plain
 from verl.trainer.ppo.scoring import outcomes
 from verl.trainer.ppo.sources.base import Source
+from verl.trainer.ppo.sources.kept_batches import from_plain, join, to_plain
 from verl.utils.stopping import look
 from verl.utils.timing import StepTimer
 

@@ -13,8 +13,8 @@ from verl.data.collate import object_array
 from verl.errors import CheckpointError, RolloutError
 from verl.protocol import DataProto
 from verl.trainer.ppo.placement import Rollout
-from verl.trainer.ppo.sources.kept_batches import from_plain, join, to_plain
 from verl.trainer.ppo.sources.base import Score, SyncSource, with_answers, with_samples, without_surplus
+from verl.trainer.ppo.sources.kept_batches import from_plain, join, to_plain
 from verl.utils.timing import StepTimer
 from verl.workers.rollout.batch import pop_metrics
 

@@ -38,7 +38,6 @@ from verl.utils.distributed import get_rank, get_world_size, init_process_group
 from verl.utils.flops import FlopsCounter
 from verl.utils.metrics import MetricSet, mmean, msum
 from verl.utils.tokenizer import unsampled_tokens
-from verl.workers.engine import checkpoint as state
 from verl.workers.engine.base import (
     GlobalBatchInfo,
     LossFn,
@@ -48,10 +47,7 @@ from verl.workers.engine.base import (
     WeightForm,
 )
 from verl.workers.engine.batching import BatchPlan, as_tensordict, join_rows, plan_batch, reduce_metrics, take_rows
-from verl.workers.engine.images import images_of
-from verl.workers.engine.oom_retry import MemoryGuard
-from verl.workers.engine.offload import Residency
-from verl.workers.engine.lr_schedules import LRSchedule
+from verl.workers.engine.fsdp import checkpoint
 from verl.workers.engine.fsdp.sharding import (
     Precision,
     ShardPlacement,
@@ -61,6 +57,10 @@ from verl.workers.engine.fsdp.sharding import (
     shard_model,
     whole_tensor,
 )
+from verl.workers.engine.images import images_of
+from verl.workers.engine.lr_schedules import LRSchedule
+from verl.workers.engine.offload import Residency
+from verl.workers.engine.oom_retry import MemoryGuard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -459,13 +459,13 @@ class FSDPEngine(TrainEngine):
 
     def save(self, path: str | Path, contents: frozenset[str] = _TRAINED) -> None:
         with self.resident(optimizer=True):
-            state.write(state.take(self, frozenset(contents)), Path(path))
+            checkpoint.write(checkpoint.take(self, frozenset(contents)), Path(path))
 
     def start_save(self, path: str | Path, contents: frozenset[str] = _TRAINED) -> BackgroundTask:
         if self._saving.running:
             raise CheckpointError(f"cannot save to {path} yet: an earlier background save is still being written")
         with self.resident(optimizer=True):
-            snapshot = state.take(self, frozenset(contents), images=self._images)
+            snapshot = checkpoint.take(self, frozenset(contents), images=self._images)
             if self.device.type != "cpu":
                 snapshot.copy()  # before the device's memory is given back
         # On CPUs beside the next passes, which only read; the optimizer waits for it, and a failure is the save's.
@@ -475,7 +475,7 @@ class FSDPEngine(TrainEngine):
 
         def write() -> None:
             copying.wait()
-            state.write(snapshot, Path(path), self._save_group)
+            checkpoint.write(snapshot, Path(path), self._save_group)
 
         self._saving = BackgroundTask(write, name="verl-save")
         return self._saving
@@ -483,7 +483,7 @@ class FSDPEngine(TrainEngine):
     def load(self, path: str | Path, contents: frozenset[str] = _TRAINED) -> None:
         self._copying.settle()
         with self.resident(optimizer=True):
-            state.load(self, Path(path), frozenset(contents))
+            checkpoint.load(self, Path(path), frozenset(contents))
 
     # ---- memory -------------------------------------------------------------------------------------------------
 

@@ -1,10 +1,9 @@
 """Checkpoints of the Megatron engine: Megatron-core's distributed format, readable under other parallel sizes.
 
-A directory has the same shape as the FSDP2 engine's (:mod:`verl.workers.engine.checkpoint`): ``extra/``, ``huggingface/``
-and the marker ``engine.json``, which is written last. Weights and optimizer state are in ``model/`` and
-``optimizer/``, each a directory of Megatron-core's ``dist_checkpointing``: tensors of the whole model under Megatron's
-names, of which every rank reads its part, however the model is divided now. With low-rank adapters ``model/`` holds
-only what trains, and ``lora_adapter/`` the adapters in PEFT's format.
+A directory has the parts that :mod:`verl.workers.engine.checkpoint` names. Weights and optimizer state are directories
+of Megatron-core's ``dist_checkpointing``: tensors of the whole model under Megatron's names. Every rank reads its part
+of them, however the model is divided now. With low-rank adapters ``model/`` holds only what trains, and
+``lora_adapter/`` the adapters in PEFT's format.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from verl.models.loading import quiet_transformers, resolve_model_dir
 from verl.models.lora import save_adapter
 from verl.utils.json_text import dumps_json
 from verl.utils.seeding import plain_rng_state
-from verl.workers.engine.megatron.optimizer import inner_optimizers, materialise
-from verl.workers.engine.megatron.parallel import construction
 from verl.workers.engine.checkpoint import (
     ADAPTER_DIR,
     FORMAT_VERSION,
@@ -37,6 +34,8 @@ from verl.workers.engine.checkpoint import (
     open_checkpoint,
     read_extra,
 )
+from verl.workers.engine.megatron.optimizer import inner_optimizers, materialise
+from verl.workers.engine.megatron.parallel import construction
 
 if TYPE_CHECKING:
     from verl.workers.engine.megatron.engine import MegatronEngine

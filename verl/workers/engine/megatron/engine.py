@@ -1,11 +1,11 @@
 """The Megatron-core training engine: tensor, pipeline, context, expert and data parallel.
 
 The engine itself packs rows without padding (:mod:`verl.models.packing`) and runs Megatron-core's schedule over the
-micro-batches. The rest is in modules of one job each: ``megatron_parallel`` (process groups), ``megatron_families``
-and ``megatron_model`` (models), ``megatron_modules`` (their parts), ``megatron_bridge``, ``megatron_weights``,
-``megatron_forms`` and ``megatron_slices`` (Hugging Face weights), ``megatron_lora`` (adapters), ``megatron_outputs``
-(from hidden states to log-probs), ``megatron_optim`` (optimizer), ``megatron_state`` (checkpoints),
-``megatron_memory`` (off-loading) and, on machines without CUDA, ``megatron_cpu``.
+micro-batches. The rest is in modules of one job each: ``parallel`` (process groups), ``families``
+and ``model`` (models), ``modules`` (their parts), ``bridge``, ``weights``,
+``tensor_layouts`` and ``slices`` (Hugging Face weights), ``lora`` (adapters), ``outputs``
+(from hidden states to log-probs), ``optimizer`` (optimizer), ``checkpoint`` (checkpoints),
+``storage_offload`` (off-loading) and, on machines without CUDA, ``cpu``.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from verl.workers.engine.base import (
     WeightForm,
 )
 from verl.workers.engine.batching import BatchPlan, as_tensordict, join_rows, plan_batch, reduce_metrics, take_rows
+from verl.workers.engine.lr_schedules import LRSchedule
 from verl.workers.engine.megatron.bridge import Bridge, CheckpointFiles
 from verl.workers.engine.megatron.families import model_settings
-from verl.workers.engine.megatron.storage_offload import Parking
 from verl.workers.engine.megatron.optimizer import add_optimizer, clip_and_step, state_tensors
 from verl.workers.engine.megatron.outputs import Outputs
 from verl.workers.engine.megatron.parallel import construction, current_layout, join_parallel_groups
+from verl.workers.engine.megatron.storage_offload import Parking
 from verl.workers.engine.offload import Residency
-from verl.workers.engine.lr_schedules import LRSchedule
 
 if TYPE_CHECKING:
     from verl.config import CheckpointConfig, MegatronConfig, ModelConfig, OptimConfig
@@ -137,7 +137,7 @@ class MegatronEngine(TrainEngine):
         sizes = join_parallel_groups(config, self.device, self.seed if config.seed is None else config.seed)
         self.layout = current_layout()
         # only now: importing Megatron-core's modules on a machine without CUDA needs the adaptation
-        from verl.workers.engine.megatron.engine import model as megatron_model
+        from verl.workers.engine.megatron import model
 
         self.hf_config = load_hf_config(self.model_config)
         self.flops = FlopsCounter.from_config(self.hf_config, head_outputs=None if self.head == "lm" else 1)
@@ -150,7 +150,7 @@ class MegatronEngine(TrainEngine):
             settings.transformer.update(attention_dropout=0.0, hidden_dropout=0.0)
         outputs = self._head_outputs()
         with construction(self.device):
-            self.config = megatron_model.transformer_config(
+            self.config = model.transformer_config(
                 settings,
                 config,
                 sizes,
@@ -160,7 +160,7 @@ class MegatronEngine(TrainEngine):
             # equal prompts of two rows differ where something is dropped at random
             self.share_prompts = not (self.config.attention_dropout or self.config.hidden_dropout)
             self.chunks: list[Any] = list(
-                megatron_model.build_chunks(
+                model.build_chunks(
                     settings,
                     self.config,
                     self.device,
@@ -176,7 +176,7 @@ class MegatronEngine(TrainEngine):
                 self.layout,
                 head=self.head,
                 outputs=outputs,
-                multiple_of=megatron_model.VOCAB_MULTIPLE,
+                multiple_of=model.VOCAB_MULTIPLE,
                 grouped=self.config.moe_grouped_gemm,
             )
             self.optimizer: Any = None
@@ -265,16 +265,16 @@ class MegatronEngine(TrainEngine):
                 self.model_config.path,
             )
         if self.megatron_config.use_dist_checkpointing:
-            from verl.workers.engine.megatron.engine import checkpoint as megatron_state
+            from verl.workers.engine.megatron import checkpoint
 
             assert self.megatron_config.dist_checkpointing_path is not None
-            megatron_state.load_weights(self, Path(self.megatron_config.dist_checkpointing_path))
+            checkpoint.load_weights(self, Path(self.megatron_config.dist_checkpointing_path))
 
     def _add_adapters(self, lora: LoraSettings) -> None:
-        from verl.workers.engine.megatron.engine import lora as megatron_lora
+        from verl.workers.engine.megatron.lora import add_adapters, keep_gradients_flowing
 
         self.lora = lora
-        megatron_lora.add_adapters(
+        add_adapters(
             self.bridge,
             self.hf_config,
             lora,
@@ -283,7 +283,7 @@ class MegatronEngine(TrainEngine):
             sequence_parallel=self.config.sequence_parallel,
         )
         if self.optim_config is not None:
-            megatron_lora.keep_gradients_flowing(self.models)
+            keep_gradients_flowing(self.models)
 
     @contextmanager
     def _adapters(self, enabled: bool) -> Iterator[None]:
@@ -508,16 +508,16 @@ class MegatronEngine(TrainEngine):
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path, contents: frozenset[str] = _TRAINED) -> None:
-        from verl.workers.engine.megatron.engine import checkpoint as megatron_state
+        from verl.workers.engine.megatron import checkpoint
 
         with self.resident(optimizer=True):
-            megatron_state.save(self, Path(path), frozenset(contents))
+            checkpoint.save(self, Path(path), frozenset(contents))
 
     def load(self, path: str | Path, contents: frozenset[str] = _TRAINED) -> None:
-        from verl.workers.engine.megatron.engine import checkpoint as megatron_state
+        from verl.workers.engine.megatron import checkpoint
 
         with self.resident(optimizer=True):
-            megatron_state.load(self, Path(path), frozenset(contents))
+            checkpoint.load(self, Path(path), frozenset(contents))
 
     # ---- memory -------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,6 @@ from verl.models.shape import cached_token_bytes
 from verl.models.vision import ImageTokens
 from verl.utils.device import empty_cache, get_torch_device
 from verl.utils.distributed import get_world_size
-from verl.workers.rollout.lora import adapter_for
 from verl.workers.rollout.base import (
     MEMORY_PARTS,
     Completion,
@@ -38,6 +37,7 @@ from verl.workers.rollout.hf.packed_linears import PackedLinears, packing_suppor
 from verl.workers.rollout.hf.runner import BatchRunner, FinishedSequence
 from verl.workers.rollout.hf.scheduler import Scheduler, Sequence
 from verl.workers.rollout.hf.weights import ModuleWeights, build_module
+from verl.workers.rollout.lora import adapter_for
 from verl.workers.rollout.pausing import Call, Gate, check_ready, check_request, parts_of, with_partial
 from verl.workers.rollout.settings import resolve_dtype, special_tokens, unsampled_of
 

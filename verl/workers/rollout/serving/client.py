@@ -16,8 +16,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from verl.errors import ConfigError, LostProcessError, ReplicaError, RolloutError, VerlError
 from verl.workers.rollout.base import Completion, GenerationRequest
-from verl.workers.rollout.serving.server import ServerHealth
 from verl.workers.rollout.serving.packed_requests import PackedRequests
+from verl.workers.rollout.serving.server import ServerHealth
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ class RolloutClient:
     A client may be sent to other Ray actors; each copy counts its own requests. It belongs to one event loop at a time.
 
     Args:
-        replicas: actor handles of :class:`~verl.workers.rollout.serving.server.RolloutServer`; where several processes share
-            the weights of a replica, the first one's.
+        replicas: actor handles of :class:`~verl.workers.rollout.serving.server.RolloutServer`; where several
+            processes share the weights of a replica, the first one's.
         timeout_s: longest time that a call may take, with all its attempts.
         max_attempts: how many replicas are asked before a request fails.
         retry_delay_s: pause where no replica is known to be up, and time for which a replica that failed is avoided.

@@ -6,8 +6,8 @@ before a :class:`~verl.workers.rollout.serving.client.RolloutClient` too. Needs 
 Answers that are sent in pieces, or end at a text, are sampled in pieces: a piece continues the sample exactly where the
 last one ended, and a server that has the beginning in its cache does not compute it again. Tokens are decoded once.
 
-What a request may ask for has limits (:class:`~verl.workers.rollout.serving.openai_protocol.Limits`), and large prompts become
-tokens beside the event loop, so that one request does not hold up the others.
+What a request may ask for has limits (:class:`~verl.workers.rollout.serving.openai_protocol.Limits`), and large
+prompts become tokens beside the event loop, so that one request does not hold up the others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A rollout engine in a process of its own: request serving, weight updates, health reporting.
 
-:class:`RolloutServer` is a plain class with coroutines; :mod:`verl.workers.rollout.serving.replicas` runs it as a Ray actor and
-:mod:`verl.workers.rollout.serving.client` talks to it.
+:class:`RolloutServer` is a plain class with coroutines; :mod:`verl.workers.rollout.serving.replicas` runs it as a Ray
+actor and :mod:`verl.workers.rollout.serving.client` talks to it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from verl.errors import ConfigError, RolloutError, VerlError, WeightSyncError
 from verl.models.lora import LoraSettings, is_adapter_name
 from verl.utils.device import get_torch_device
 from verl.utils.distributed import env_local_world_size, env_rank, env_world_size, free_port, init_process_group
-from verl.workers.rollout.lora import adapter_for, merge_instead
 from verl.workers.rollout.base import (
     MEMORY_PARTS,
     Completion,
@@ -30,15 +29,16 @@ from verl.workers.rollout.base import (
     RolloutMemory,
     run_blocking,
 )
-from verl.workers.rollout.policy_weights import LiveWeight, Named, WeightManifest, digest
+from verl.workers.rollout.lora import adapter_for, merge_instead
 from verl.workers.rollout.pausing import Gate, check_ready, check_request, parts_of, with_partial
+from verl.workers.rollout.policy_weights import LiveWeight, Named, WeightManifest, digest
 from verl.workers.rollout.settings import max_model_len, resolve_dtype, special_tokens
-from verl.workers.rollout.sglang.lora import ADAPTED_LAYERS, ADAPTER, SLOTS
+from verl.workers.rollout.sglang.arguments import layers_of, server_arguments
 from verl.workers.rollout.sglang.connection import Connection
+from verl.workers.rollout.sglang.lora import ADAPTED_LAYERS, ADAPTER, SLOTS
 from verl.workers.rollout.sglang.process import ServerProcess, require_sglang
 from verl.workers.rollout.sglang.sampler import PENALTY, stream_start
 from verl.workers.rollout.sglang.scheduler import DIGESTS, MEMORY
-from verl.workers.rollout.sglang.arguments import layers_of, server_arguments
 from verl.workers.rollout.sglang.weights import GroupChannel, HandleChannel, WeightChannel, pickled
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """What is added to SGLang's scheduler processes, where the model and its cache live.
 
-- the built-in engine's sampler and repetition penalty (``sglang_sampler.py``);
+- the built-in engine's sampler and repetition penalty (``sampler.py``);
 - every end-of-sequence token comes with the request, so that a request can ignore the model's own;
 - a note of where each weight was loaded to, so that what generation uses can be compared with the trainer's;
 - on CPUs, the release of memory, which SGLang has on GPUs only.

@@ -13,8 +13,8 @@ import torch
 from verl.errors import ConfigError
 from verl.models.shape import cached_token_bytes
 from verl.workers.rollout.settings import cache_itemsize, max_model_len, vllm_cpu_cache_bytes
-from verl.workers.rollout.vllm.lora import MAX_RANKS
 from verl.workers.rollout.vllm.images import image_arguments
+from verl.workers.rollout.vllm.lora import MAX_RANKS
 from verl.workers.rollout.vllm.worker import EXTENSION
 
 if TYPE_CHECKING:

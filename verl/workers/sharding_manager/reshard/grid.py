@@ -96,7 +96,8 @@ def generation_groups(train: RankGrid, *, tp: int = 1, pp: int = 1, ep: int = 1)
     trains are then part of those it generates with, so that nothing has to be kept twice and only the rest has to move.
 
     Fully sharded data parallelism counts as further tensor slices here. Its shards lie inside generation shards where
-    both cut the same dimension of a tensor, see :func:`~verl.workers.sharding_manager.reshard.layout.aligned_shard_dim`.
+    both cut the same dimension of a tensor
+    (:func:`~verl.workers.sharding_manager.reshard.layout.aligned_shard_dim`).
 
     Args:
         train: the grid of training.

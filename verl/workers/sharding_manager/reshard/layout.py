@@ -1,7 +1,7 @@
 """Which slices of which tensors each rank holds: the description that resharding is planned from.
 
-A layout is built for all ranks at once from a :class:`~verl.workers.sharding_manager.reshard.grid.RankGrid` and a few rules, or
-read from sharded tensors. Tensors of the same shape under the same rules share one :class:`Placement`, which is what
+A layout is built for all ranks at once from a :class:`~verl.workers.sharding_manager.reshard.grid.RankGrid` and a few
+rules, or read from sharded tensors. Tensors of the same shape under the same rules share one :class:`Placement`. That
 makes planning for a thousand ranks fast.
 """
 

@@ -19,7 +19,14 @@ from torch import Tensor
 from verl import envs
 from verl.errors import WeightSyncError
 from verl.utils.fs import atomic_write_text, ensure_writable_dir, fsync_tree
-from verl.workers.sharding_manager.transports.base import Bucket, Delivery, Transport, Weights, in_buckets, require_newer
+from verl.workers.sharding_manager.transports.base import (
+    Bucket,
+    Delivery,
+    Transport,
+    Weights,
+    in_buckets,
+    require_newer,
+)
 
 LATEST = "latest_version.json"
 INDEX = "model.safetensors.index.json"
