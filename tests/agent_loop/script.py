@@ -10,7 +10,7 @@ from tests.fixtures.tiny import make_tokenizer
 from verl.agent_loop.batch import Row, Trajectory
 from verl.agent_loop.runner import AgentLoopRunner
 from verl.config import AgentConfig, MultiTurnConfig, RolloutConfig
-from verl.workers.rollout.base import Completion, GenerationRequest
+from verl.workers.rollout.types import Completion, GenerationRequest
 
 TOKENIZER = make_tokenizer(4096)
 

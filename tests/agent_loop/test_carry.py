@@ -25,10 +25,10 @@ from verl.errors import RolloutError
 from verl.tools import function_tool
 from verl.tools.parsers import PARSERS, ParsedTurn, ToolCall, ToolParser, register_parser
 from verl.utils.tokenizer import load_tokenizer
-from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
 from verl.workers.rollout.hf.engine import HFRolloutEngine
 from verl.workers.rollout.pausing import with_partial
 from verl.workers.rollout.serving.packed_requests import PackedCompletions, PackedRequests
+from verl.workers.rollout.types import Completion, GenerationRequest, SamplingParams
 
 
 @function_tool("echo")

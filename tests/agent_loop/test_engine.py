@@ -17,8 +17,8 @@ from verl.config import ModelConfig
 from verl.tools import function_tool
 from verl.tools.parsers import PARSERS, ParsedTurn, ToolCall, ToolParser, register_parser
 from verl.utils.tokenizer import load_tokenizer
-from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.hf.engine import HFRolloutEngine
+from verl.workers.rollout.types import GenerationRequest, SamplingParams
 
 
 @function_tool("echo")

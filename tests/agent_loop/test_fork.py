@@ -19,7 +19,7 @@ from verl.agent_loop.runner import AgentLoopRunner
 from verl.agent_loop.templating import ChatTemplater
 from verl.config import PPOConfig, load_config
 from verl.errors import ConfigError, DataError
-from verl.workers.rollout.base import Completion
+from verl.workers.rollout.types import Completion
 
 PROMPT = [{"role": "user", "content": "what is 2*3?"}]
 THOUGHT = "<think>\nhm\n</think>\n\n"

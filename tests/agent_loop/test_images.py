@@ -20,7 +20,7 @@ from verl.models.vision import PromptImages
 from verl.tools.function_tool import function_tool
 from verl.tools.schemas import ToolResponse
 from verl.utils.tokenizer import ImageTextProcessor
-from verl.workers.rollout.base import Completion, GenerationRequest
+from verl.workers.rollout.types import Completion, GenerationRequest
 
 TOKENIZER = make_vision_tokenizer()
 START, END, IMAGE = TOKENIZER.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"])

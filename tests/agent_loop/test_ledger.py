@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from verl.agent_loop.token_trajectory import TokenLedger
 from verl.errors import DataError
-from verl.workers.rollout.base import Completion
+from verl.workers.rollout.types import Completion
 
 
 def sampled(*ids: int, version: int = 0, last: int | None = None) -> Completion:

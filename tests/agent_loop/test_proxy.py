@@ -28,8 +28,8 @@ from verl.errors import ConfigError
 from verl.tools.parsers import PARSERS
 from verl.utils.dynamic_import import load_module
 from verl.utils.tokenizer import load_tokenizer
-from verl.workers.rollout.base import Completion, GenerationRequest
 from verl.workers.rollout.hf.engine import HFRolloutEngine
+from verl.workers.rollout.types import Completion, GenerationRequest
 
 openai = pytest.importorskip("openai", reason="the package openai is not installed (requirements/dev.txt)")
 pytest.importorskip("aiohttp", reason="the package aiohttp is not installed (requirements/dev.txt)")

@@ -30,7 +30,7 @@ from verl.errors import ConfigError, DataError, RolloutError
 from verl.protocol import DataProto
 from verl.tools import function_tool
 from verl.trainer.ppo.glossary import undocumented
-from verl.workers.rollout.base import Completion
+from verl.workers.rollout.types import Completion
 
 
 @function_tool("nap")

@@ -12,7 +12,7 @@ from tests.agent_loop.chat_templates import ADDED, TEMPLATES, chat_tokenizer, co
 from verl.agent_loop.conversation import Conversation, HistoryRewritten
 from verl.agent_loop.templating import ChatTemplater, Piece
 from verl.errors import DataError, RolloutError
-from verl.workers.rollout.base import Completion
+from verl.workers.rollout.types import Completion
 
 PROMPT = [{"role": "user", "content": "what is 2*3?"}]
 FAMILIES = sorted(TEMPLATES)

@@ -166,7 +166,7 @@ def test_tools_are_described_in_the_prompt_of_the_template() -> None:
 
     class Ends(Scripted):
         async def generate(self, request: Any, *, session: str | None = None) -> Any:
-            from verl.workers.rollout.base import Completion
+            from verl.workers.rollout.types import Completion
 
             self.requests.append(request)
             return Completion([tokenizer.eos_token_id], [0.0], "stop")

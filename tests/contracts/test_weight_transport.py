@@ -23,7 +23,7 @@ from tests.workers.rollout.helpers import (
     weights_of,
 )
 from verl.errors import RolloutError, WeightSyncError
-from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.types import SamplingParams
 from verl.workers.sharding_manager import Transport, WeightReceiver, WeightSender
 from verl.workers.sharding_manager.transports.base import Unpacker
 from verl.workers.sharding_manager.transports.broadcast import BroadcastTransport, transfer_group

@@ -134,8 +134,9 @@ TINY: dict[str, Any] = {
 def test_the_built_in_engine_holds_what_is_counted(kind: str, values: dict[str, Any], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from verl.workers.rollout.base import GenerationRequest, SamplingParams, run_blocking
+    from verl.workers.rollout.engine import run_blocking
     from verl.workers.rollout.hf.engine import HFRolloutEngine
+    from verl.workers.rollout.types import GenerationRequest, SamplingParams
 
     built = config(kind, **{**TINY, **values})
     torch.manual_seed(0)

@@ -23,7 +23,8 @@ from verl.protocol import DataProto
 from verl.trainer.ppo import servers
 from verl.trainer.ppo.placement import processes_per_slot, replica_count, shared_config, slots_of_replicas
 from verl.trainer.ppo.servers import AgentLoopPool, ServerRollout
-from verl.workers.rollout.base import GenerationRequest, SamplingParams, run_blocking
+from verl.workers.rollout.engine import run_blocking
+from verl.workers.rollout.types import GenerationRequest, SamplingParams
 from verl.workers.sharding_manager import SendReport, SyncReport
 from verl.workers.sharding_manager.weight_link import WeightLink
 

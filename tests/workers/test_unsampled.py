@@ -22,7 +22,8 @@ from verl.utils.tokenizer import load_tokenizer, textless_tokens, unsampled_toke
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.fsdp.engine import FSDPEngine
 from verl.workers.rollout import get_rollout_class
-from verl.workers.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.workers.rollout.engine import RolloutEngine
+from verl.workers.rollout.types import Completion, SamplingParams
 
 WHOLE = MicroBatching()
 TOKENS, SURPLUS = 104, 60

@@ -14,7 +14,7 @@ from verl.tools.toolbox import ToolLimits
 from verl.utils.dynamic_import import load_target, read_yaml
 from verl.utils.registry import Registry
 from verl.utils.seeding import derive_seed
-from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
+from verl.workers.rollout.types import Completion, GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -209,7 +209,7 @@ class AgentLoopBase(ABC):
         """Run the trajectory of one row.
 
         Args:
-            sampling_params: arguments of :class:`~verl.workers.rollout.base.SamplingParams`, without ``max_tokens``.
+            sampling_params: arguments of :class:`~verl.workers.rollout.types.SamplingParams`, without ``max_tokens``.
             kwargs: the row: ``raw_prompt`` (messages), ``raw_prompt_ids`` (the prompt's tokens as the data set made
                 them), ``tools_kwargs``, ``interaction_kwargs``, ``extra_info``, ``reward_model``, ``data_source``,
                 ``uid``, ``index`` and ``sample_index`` as far as the batch has them, and ``images`` (of the prompt, a

@@ -12,7 +12,7 @@ from verl.agent_loop.token_trajectory import TokenLedger
 from verl.data.chat import Message
 from verl.data.images import repeated
 from verl.errors import RolloutError
-from verl.workers.rollout.base import Completion
+from verl.workers.rollout.types import Completion
 
 if TYPE_CHECKING:
     from verl.agent_loop.base import AgentContext

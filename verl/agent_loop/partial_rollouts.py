@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.errors import RolloutError
-from verl.workers.rollout.base import Completion, GenerationRequest
+from verl.workers.rollout.types import Completion, GenerationRequest
 
 if TYPE_CHECKING:
     from verl.agent_loop.trace import Trace

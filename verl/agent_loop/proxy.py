@@ -16,8 +16,8 @@ from verl.errors import ConfigError, RolloutError
 from verl.rewards.outcome import checked_score
 from verl.tools.threads import run_in_thread
 from verl.utils.dynamic_import import load_object
-from verl.workers.rollout.base import Completion
 from verl.workers.rollout.serving.openai_api import aiohttp_web
+from verl.workers.rollout.types import Completion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

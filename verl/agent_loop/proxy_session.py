@@ -17,9 +17,9 @@ from verl.errors import DataError, RolloutError
 from verl.rewards.outcome import as_number, describe, is_score
 from verl.tools.parsers import PARSERS, BrokenCall, ToolParser
 from verl.utils.tokenizer import text_without_specials
-from verl.workers.rollout.base import Completion, SamplingParams
 from verl.workers.rollout.serving.openai_api import ChatBody, Choice
 from verl.workers.rollout.serving.openai_protocol import CHARS_PER_TOKEN, LIMITS, ApiError, Call, parse_call, parse_chat
+from verl.workers.rollout.types import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)
 

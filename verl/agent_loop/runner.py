@@ -41,7 +41,7 @@ from verl.tools.loading import load_tools
 from verl.tools.toolbox import ToolLimits
 from verl.utils.telling import BOUNDARY
 from verl.utils.tokenizer import load_processor, load_tokenizer
-from verl.workers.rollout.base import Completion, GenerationRequest
+from verl.workers.rollout.types import Completion, GenerationRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

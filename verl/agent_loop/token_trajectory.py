@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from verl.errors import DataError
 from verl.models.vision import PromptImages
-from verl.workers.rollout.base import Completion
+from verl.workers.rollout.types import Completion
 
 ASSISTANT = "assistant"
 

@@ -31,7 +31,9 @@ from verl.rewards.witness import witnessed
 
 logger = logging.getLogger(__name__)
 
+
 Call = Mapping[str, Any]
+
 
 #: what Python says to a function that uses signals in another thread
 NEEDS_MAIN_THREAD = "signal only works in main thread"
@@ -71,23 +73,6 @@ class Scorer(ABC):
     def close(self) -> None:
         """Give back processes and threads; a scorer without any has nothing to do."""
         return
-
-
-def make_scorer(function: ScoreFunction, options: ScoringOptions, limiter: RateLimiter | None = None) -> Scorer:
-    """The scorer that fits the function and the number of worker processes.
-
-    Raises:
-        ConfigError: processes are asked for, but the function cannot be sent to one.
-    """
-    if function.is_async:
-        from verl.rewards.async_scorer import AsyncScorer
-
-        return AsyncScorer(function, options, limiter)
-    if options.num_workers > 1:
-        from verl.rewards.process_scorer import ProcessScorer
-
-        return ProcessScorer(function, options, limiter)
-    return ThreadScorer(function, options, limiter)
 
 
 def worth_a_retry(outcome: RewardOutcome) -> bool:

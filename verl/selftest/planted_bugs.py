@@ -18,7 +18,7 @@ from torch import Tensor
 
 from verl.algorithms import aggregate
 from verl.errors import ConfigError
-from verl.models import ulysses
+from verl.models import sequence_group
 from verl.utils.metrics import Metric, MetricSet
 from verl.workers import losses
 from verl.workers.engine.base import GlobalBatchInfo
@@ -170,8 +170,8 @@ def _sequence_gradient(stack: ExitStack) -> None:
         part, *rest = real(ctx, grad)
         return part / ctx.group.size, *rest
 
-    real = ulysses.JoinResults.backward
-    stack.enter_context(mock.patch.object(ulysses.JoinResults, "backward", staticmethod(backward)))
+    real = sequence_group.JoinResults.backward
+    stack.enter_context(mock.patch.object(sequence_group.JoinResults, "backward", staticmethod(backward)))
 
 
 #: name -> what installs it on an ExitStack; the docstrings say what is wrong

@@ -20,7 +20,7 @@ from verl.selftest.report import Report
 from verl.selftest.splits import single_process_cuts
 from verl.utils.device import resolve_device
 from verl.utils.dynamic_import import load_module
-from verl.utils.owned import owned_scratch
+from verl.utils.owned_dirs import owned_scratch
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 

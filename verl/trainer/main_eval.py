@@ -134,9 +134,9 @@ def _score(
 ) -> tuple[list[float | None], list[bool | None]]:
     """Score of each response and whether it passes; None where the function abstained or failed by policy."""
     from verl.rewards.loading import scoring_options
+    from verl.rewards.make_scorer import make_scorer
     from verl.rewards.missing_scores import Action, resolve
     from verl.rewards.outcome import checked_score
-    from verl.rewards.scoring import make_scorer
 
     options = scoring_options(config.reward)
     scorer = make_scorer(function, options)

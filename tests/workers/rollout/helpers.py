@@ -16,8 +16,9 @@ from tests.models.images import IMAGE, model_arguments
 from verl.config import ModelConfig, RolloutConfig
 from verl.models.loading import language_model_class
 from verl.models.vision import PromptImages
-from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
+from verl.workers.rollout.engine import RolloutEngine
 from verl.workers.rollout.hf.engine import HFRolloutEngine
+from verl.workers.rollout.types import Completion, GenerationRequest, SamplingParams
 
 
 def make_model(family: str | PreTrainedConfig, *, seed: int = 0, spread: float = 6.0) -> torch.nn.Module:

@@ -19,9 +19,9 @@ from tests.workers.rollout.helpers import generate as generate_here
 from tests.workers.rollout.helpers import make_engine, make_model, random_prompts, served_everywhere, weights_of
 from tests.workers.rollout.served import Trainer, load, replicas, server_spec
 from verl.errors import ConfigError, RolloutError, WeightSyncError
-from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.serving.client import RolloutClient
 from verl.workers.rollout.serving.replicas import ReplicaGroup
+from verl.workers.rollout.types import GenerationRequest, SamplingParams
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("ray_local")]
 

@@ -26,8 +26,9 @@ from tests.workers.rollout.helpers import generate, reference_greedy
 from verl.config import ModelConfig, RolloutConfig
 from verl.errors import ConfigError, RolloutError, WeightSyncError
 from verl.models.lora import LoraLinear, LoraSettings, add_adapters
-from verl.workers.rollout.base import SamplingParams, run_blocking
+from verl.workers.rollout.engine import run_blocking
 from verl.workers.rollout.hf.engine import HFRolloutEngine
+from verl.workers.rollout.types import SamplingParams
 from verl.workers.sharding_manager.lora_sync import AdapterSync
 
 

@@ -30,8 +30,8 @@ from tests.workers.rollout.helpers import (
     weights_of,
 )
 from verl.errors import ConfigError, RolloutError, WeightSyncError
-from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.hf.engine import HFRolloutEngine
+from verl.workers.rollout.types import GenerationRequest, SamplingParams
 
 RAGGED = (3, 17, 9, 17, 1, 5, 12)
 

@@ -20,9 +20,9 @@ from tests.workers.rollout.helpers import (
 )
 from verl.errors import ConfigError
 from verl.utils.device import get_torch_device
-from verl.workers.rollout.base import SamplingParams
 from verl.workers.rollout.hf.engine import HFRolloutEngine
 from verl.workers.rollout.hf.packed_linears import PackedLinears, packing_supported
+from verl.workers.rollout.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(
     not packing_supported(torch.float32, get_torch_device("cpu")), reason="PyTorch was built without oneDNN"

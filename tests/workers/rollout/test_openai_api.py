@@ -25,9 +25,9 @@ from tests.workers.rollout.test_server import Here
 from verl.config import ModelConfig, RolloutConfig
 from verl.errors import RolloutError
 from verl.tools.parsers import PARSERS
-from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
 from verl.workers.rollout.serving.openai_api import ApiSettings, OpenAIEndpoint
 from verl.workers.rollout.serving.server import RolloutServer, ServerSpec
+from verl.workers.rollout.types import Completion, GenerationRequest, SamplingParams
 
 openai = pytest.importorskip("openai", reason="the package openai is not installed (requirements/dev.txt)")
 pytest.importorskip("aiohttp", reason="the package aiohttp is not installed (requirements/dev.txt)")

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from verl.workers.rollout.base import SamplingParams
 from verl.workers.rollout.hf.sampler import (
     SamplingBatch,
     inverse_cdf,
@@ -18,6 +17,7 @@ from verl.workers.rollout.hf.sampler import (
     sum_by_doubling,
 )
 from verl.workers.rollout.hf.uniforms import uniforms
+from verl.workers.rollout.types import SamplingParams
 
 CPU = torch.device("cpu")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.hf.kv_budget import CacheBudget, Progress
 from verl.workers.rollout.hf.scheduler import PromptGroup, Scheduler, Sequence
+from verl.workers.rollout.types import GenerationRequest, SamplingParams
 
 
 def sequence(prompt: list[int], max_tokens: int = 10, name: str = "r") -> Sequence:

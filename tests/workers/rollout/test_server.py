@@ -13,8 +13,9 @@ import torch
 from tests.workers.rollout.helpers import make_model, random_prompts, served_everywhere, weights_of
 from tests.workers.rollout.served import server_spec
 from verl.errors import ReplicaError, RolloutError, WeightSyncError
-from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
+from verl.workers.rollout.engine import RolloutEngine
 from verl.workers.rollout.serving.server import RolloutServer
+from verl.workers.rollout.types import Completion, GenerationRequest, SamplingParams
 from verl.workers.sharding_manager import WeightReceiver
 from verl.workers.sharding_manager.transports.colocated import ColocatedTransport
 

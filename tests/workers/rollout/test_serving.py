@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from verl.errors import RolloutError, WeightSyncError
-from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
 from verl.workers.rollout.pausing import Gate
+from verl.workers.rollout.types import Completion, GenerationRequest, SamplingParams
 
 
 def answer(engine: str, tokens: Sequence[int], log_probs: Sequence[float]) -> list[Completion]:

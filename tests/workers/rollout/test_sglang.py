@@ -33,9 +33,10 @@ from verl.config import ModelConfig, RolloutConfig
 from verl.errors import ConfigError, RolloutError
 from verl.models.lora import LoraSettings, add_adapters
 from verl.utils.distributed import free_port
-from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams, run_blocking
+from verl.workers.rollout.engine import run_blocking
 from verl.workers.rollout.sglang.connection import Connection
 from verl.workers.rollout.sglang.engine import SGLangRolloutEngine
+from verl.workers.rollout.types import Completion, GenerationRequest, SamplingParams
 from verl.workers.sharding_manager.lora_sync import AdapterSync
 
 pytestmark = [

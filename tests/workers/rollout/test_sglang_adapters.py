@@ -23,7 +23,7 @@ from tests.workers.rollout.adapted import (
 from tests.workers.rollout.helpers import generate, missing_package
 from verl.config import ModelConfig, RolloutConfig
 from verl.errors import ConfigError, RolloutError, WeightSyncError
-from verl.workers.rollout.base import run_blocking
+from verl.workers.rollout.engine import run_blocking
 from verl.workers.sharding_manager.lora_sync import AdapterSync
 
 pytestmark = [

@@ -16,13 +16,13 @@ from tests.workers.rollout.helpers import missing_package, served_everywhere
 from verl.config import ModelConfig, RolloutConfig
 from verl.config.rollout import EngineKwargsConfig
 from verl.errors import ConfigError
-from verl.workers.rollout.base import SamplingParams
 from verl.workers.rollout.hf.sampler import SamplingBatch, sample
 from verl.workers.rollout.hf.uniforms import uniforms
 from verl.workers.rollout.sglang.arguments import server_arguments
 from verl.workers.rollout.sglang.engine import _pieces
 from verl.workers.rollout.sglang.sampler import seed_of_name, settings_of, stream_start, uniforms_at
 from verl.workers.rollout.sglang.weights import address_towards, pickled, stage
+from verl.workers.rollout.types import SamplingParams
 
 
 def arguments(*, device: str = "cpu", model: ModelConfig | None = None, **rollout: Any) -> dict[str, Any]:

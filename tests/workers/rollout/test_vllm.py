@@ -26,7 +26,8 @@ from tests.workers.rollout.helpers import (
 )
 from verl.config.rollout import EngineKwargsConfig
 from verl.errors import ConfigError, RolloutError, WeightSyncError
-from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams, run_blocking
+from verl.workers.rollout.engine import run_blocking
+from verl.workers.rollout.types import Completion, GenerationRequest, SamplingParams
 
 pytestmark = [
     pytest.mark.vllm,

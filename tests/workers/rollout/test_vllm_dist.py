@@ -25,7 +25,8 @@ from tests.workers.rollout.helpers import (
 )
 from verl.config import ModelConfig, RolloutConfig
 from verl.errors import ConfigError, RolloutError
-from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams, run_blocking
+from verl.workers.rollout.engine import run_blocking
+from verl.workers.rollout.types import Completion, GenerationRequest, SamplingParams
 from verl.workers.sharding_manager.lora_sync import AdapterSync
 
 pytestmark = [

@@ -17,7 +17,8 @@ from tests.workers.rollout.helpers import generate, hand_over, missing_package, 
 from verl.config import ModelConfig, RolloutConfig
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.images import with_images
-from verl.workers.rollout.base import RolloutEngine, SamplingParams
+from verl.workers.rollout.engine import RolloutEngine
+from verl.workers.rollout.types import SamplingParams
 
 pytestmark = pytest.mark.vllm
 

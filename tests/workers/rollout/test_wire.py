@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pickle
 
-from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
 from verl.workers.rollout.serving.packed_requests import PackedCompletions, PackedRequests
+from verl.workers.rollout.types import Completion, GenerationRequest, SamplingParams
 
 
 def test_requests_come_back_as_they_were() -> None:

@@ -25,7 +25,7 @@ from tests.workers.rollout.helpers import generate, hf_rollout, missing_package,
 from tests.workers.sharding_manager.test_sharded_dist import SplitSink
 from verl.config import ModelConfig, RolloutConfig
 from verl.workers.engine.base import MicroBatching
-from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.types import SamplingParams
 from verl.workers.sharding_manager import WeightSync, make_sharding_manager
 from verl.workers.sharding_manager.reshard.grid import RankGrid, sharing_ranks
 from verl.workers.sharding_manager.reshard.layout import TensorInfo, dense_splits, parallel_layout

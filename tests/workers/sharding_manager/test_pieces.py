@@ -13,7 +13,7 @@ from tests.models.families import make_config
 from verl.workers.engine.megatron.bridge import hugging_face_names
 from verl.workers.engine.megatron.slices import WeightPlace, sliced_weights
 from verl.workers.engine.megatron.weights import Weight, weight_table
-from verl.workers.rollout.base import WeightPart
+from verl.workers.rollout.types import WeightPart
 from verl.workers.sharding_manager.reshard.held_weights import HeldWeights, Piece
 from verl.workers.sharding_manager.reshard.layout import replicated_layout
 from verl.workers.sharding_manager.reshard.planner import plan

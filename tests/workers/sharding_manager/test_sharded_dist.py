@@ -22,7 +22,7 @@ from verl.config import ModelConfig, RolloutConfig
 from verl.errors import WeightSyncError
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.fsdp.engine import FSDPEngine
-from verl.workers.rollout.base import SamplingParams, WeightPart
+from verl.workers.rollout.types import SamplingParams, WeightPart
 from verl.workers.sharding_manager import WeightSync, make_sharding_manager
 from verl.workers.sharding_manager.reshard.grid import RankGrid, sharing_ranks
 from verl.workers.sharding_manager.reshard.layout import (

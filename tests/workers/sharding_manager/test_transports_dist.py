@@ -21,7 +21,7 @@ from tests.workers.rollout.helpers import (
 )
 from verl.errors import WeightSyncError
 from verl.utils.owned import Owner
-from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.types import SamplingParams
 from verl.workers.sharding_manager import Transport, WeightReceiver, WeightSender
 from verl.workers.sharding_manager.transports.broadcast import BroadcastTransport, transfer_group
 from verl.workers.sharding_manager.transports.colocated import SharedMemoryTransport

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from safetensors.torch import load_file
 
 from verl.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from verl.selftest.certificate.bench import TEMPERATURE, TRANSFORMERS, Bench
+from verl.selftest.certificate.bench import Bench
 from verl.selftest.certificate.engines import POLICY, Generator
 from verl.selftest.certificate.generation import log_prob_measure
-from verl.selftest.certificate.outcome import Measure
+from verl.selftest.certificate.outcome import TEMPERATURE, TRANSFORMERS, Measure
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.checkpoint import ADAPTER_DIR
 

@@ -22,7 +22,8 @@ from verl.utils.device import resolve_device
 from verl.utils.metrics import MetricSet, msum
 from verl.workers.engine.base import GlobalBatchInfo, MicroBatching, TrainEngine
 from verl.workers.rollout import get_rollout_class
-from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams, run_blocking
+from verl.workers.rollout.engine import RolloutEngine, run_blocking
+from verl.workers.rollout.types import Completion, GenerationRequest, SamplingParams
 from verl.workers.sharding_manager import make_sharding_manager
 
 POLICY = frozenset({"log_probs", "entropys"})

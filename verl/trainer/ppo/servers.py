@@ -22,11 +22,12 @@ from verl.errors import LostProcessError, RolloutError
 from verl.protocol import DataProto
 from verl.single_controller.base import WorkerGroup
 from verl.utils.fs import ensure_writable_dir
-from verl.utils.owned import make_owned_dir, sweep
+from verl.utils.owned import sweep
+from verl.utils.owned_dirs import make_owned_dir
 from verl.utils.transport import pack
 from verl.utils.watcher import also_sweep
-from verl.workers.rollout.base import run_blocking
 from verl.workers.rollout.batch import EventCounts, batch_from_completions, requests_from_batch
+from verl.workers.rollout.engine import run_blocking
 from verl.workers.rollout.serving.client import RolloutClient
 from verl.workers.rollout.serving.replicas import NoAnswerError, Replica, ReplicaGroup, wait_for
 from verl.workers.sharding_manager import SyncReport

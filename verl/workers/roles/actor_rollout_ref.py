@@ -25,8 +25,8 @@ from verl.workers.losses import actor_loss
 from verl.workers.memory_usage import RESERVED
 from verl.workers.roles.base import POLICY, RoleWorker, measured
 from verl.workers.rollout import get_rollout_class
-from verl.workers.rollout.base import unless_cancelled
 from verl.workers.rollout.batch import EventCounts, batch_from_completions, requests_from_batch
+from verl.workers.rollout.engine import unless_cancelled
 from verl.workers.sharding_manager import SendReport, WeightSender, WeightSource, make_sharding_manager
 from verl.workers.sharding_manager.lora_sync import AdapterSource
 from verl.workers.sharding_manager.reshard.grid import sharing_ranks

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from verl.workers.rollout.base import RolloutEngine
+    from verl.workers.rollout.engine import RolloutEngine
 
 #: engine name -> "module:class"
 ROLLOUT_ENGINES: dict[str, str] = {

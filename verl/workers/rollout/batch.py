@@ -13,7 +13,7 @@ from verl.models.vision import prompt_images
 from verl.protocol import DataProto
 from verl.utils.metrics import MetricSet, msum
 from verl.utils.seeding import derive_seed
-from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
+from verl.workers.rollout.types import Completion, GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
     from verl.config import RolloutConfig

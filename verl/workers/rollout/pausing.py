@@ -11,7 +11,7 @@ import numpy as np
 
 from verl.errors import DataError, RolloutError, VerlError
 from verl.models.vision import ImageTokens, PromptImages, check_patches
-from verl.workers.rollout.base import MEMORY_PARTS, Completion, GenerationRequest, MemoryPart
+from verl.workers.rollout.types import MEMORY_PARTS, Completion, GenerationRequest, MemoryPart
 
 
 class Call:

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from verl.workers.engine.base import SlicedWeight
-from verl.workers.rollout.base import WeightPart
+from verl.workers.rollout.types import WeightPart
 
 
 class WeightSource(Protocol):

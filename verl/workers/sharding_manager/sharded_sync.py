@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from verl.workers.rollout.base import WeightPart
+from verl.workers.rollout.types import WeightPart
 from verl.workers.sharding_manager.base import ShardedSource, SyncReport, WeightSink
 from verl.workers.sharding_manager.reshard.held_weights import HeldWeights, Holding
 from verl.workers.sharding_manager.reshard.layout import Layout, Placement, TensorInfo

@@ -13,7 +13,7 @@ import torch
 from verl import envs
 from verl.errors import WeightSyncError
 from verl.models.lora import is_adapter_name
-from verl.workers.rollout.base import run_blocking
+from verl.workers.rollout.engine import run_blocking
 from verl.workers.sharding_manager.base import SendReport, SyncReport, WeightSink, WeightSource
 from verl.workers.sharding_manager.change_detection import ChangeDetector
 from verl.workers.sharding_manager.transports.base import Transport, Weights

@@ -15,34 +15,32 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from transformers import PreTrainedModel
 
 from verl.checkpoint.checksums import forget_recorded, record_checksums
 from verl.checkpoint.plain_state import PlainReader
 from verl.checkpoint.staged_shards import ShardImage
+from verl.config import CheckpointConfig, ModelConfig
 from verl.errors import CheckpointError
+from verl.models.heads import HeadModel
 from verl.models.loading import quiet_transformers, resolve_model_dir
 from verl.models.lora import LoraSettings, is_adapter_name, save_adapter
 from verl.utils.background import BackgroundTask
 from verl.utils.fs import format_bytes, free_bytes
 from verl.utils.json_text import dumps_json
 from verl.utils.seeding import plain_rng_state
-from verl.workers.engine.fsdp.sharding import whole_tensor
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from verl.workers.engine.fsdp.engine import FSDPEngine
 from verl.workers.engine.checkpoint import (
     ADAPTER_DIR,
     FORMAT_VERSION,
     MARKER,
+    CheckpointedEngine,
     check_contents,
     copy_companions,
     lora_marker,
@@ -50,11 +48,27 @@ from verl.workers.engine.checkpoint import (
     open_checkpoint,
     read_extra,
 )
+from verl.workers.engine.fsdp.sharding import whole_tensor
 
 logger = logging.getLogger(__name__)
 
 
 _NICENESS = 5  # of the thread that writes a copy
+
+
+class SavedEngine(CheckpointedEngine, Protocol):
+    """What a checkpoint reads from an FSDP2 engine."""
+
+    device: torch.device
+    model_config: ModelConfig
+    checkpoint_config: CheckpointConfig | None
+    module: HeadModel
+
+    def hf_tensors(self) -> dict[str, Tensor]: ...
+
+    def saved_tensors(self) -> dict[str, Tensor]: ...
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
 @dataclass
@@ -101,7 +115,7 @@ class Snapshot:
             image.fill(tensors)
 
 
-def take(engine: FSDPEngine, contents: frozenset[str], *, images: dict[str, ShardImage] | None = None) -> Snapshot:
+def take(engine: SavedEngine, contents: frozenset[str], *, images: dict[str, ShardImage] | None = None) -> Snapshot:
     """Collect what :func:`write` writes. Collective.
 
     Args:
@@ -208,7 +222,7 @@ def write(snapshot: Snapshot, path: Path, group: dist.ProcessGroup | None = None
     on_all_ranks(world, f"finish {path}", finish, group)
 
 
-def _image(part: str, tensors: dict[str, Tensor], engine: FSDPEngine, images: dict[str, ShardImage]) -> ShardImage:
+def _image(part: str, tensors: dict[str, Tensor], engine: SavedEngine, images: dict[str, ShardImage]) -> ShardImage:
     """The part's image, made if there is none that fits these tensors. Collective."""
     image = images.get(part)
     if image is None or not image.fits(tensors):
@@ -230,7 +244,7 @@ def _write_image(image: ShardImage, path: Path, part: str, rank: int) -> None:
     record_checksums(path, f"{part}-{rank}", {f"{part}/{name}": digest for name, digest in digests.items()})
 
 
-def _adapter(engine: FSDPEngine, *, copy: bool) -> dict[str, Tensor]:
+def _adapter(engine: SavedEngine, *, copy: bool) -> dict[str, Tensor]:
     """The whole adapter tensors on the host of rank 0. Collective."""
     tensors: dict[str, Tensor] = {}
     if engine.lora is None:
@@ -243,7 +257,7 @@ def _adapter(engine: FSDPEngine, *, copy: bool) -> dict[str, Tensor]:
     return tensors
 
 
-def _whole(engine: FSDPEngine, *, copy: bool) -> dict[str, Tensor]:
+def _whole(engine: SavedEngine, *, copy: bool) -> dict[str, Tensor]:
     """The whole model on the host of rank 0. Collective."""
     whole: dict[str, Tensor] = {}
     for name, tensor in engine.named_tensors():
@@ -253,7 +267,7 @@ def _whole(engine: FSDPEngine, *, copy: bool) -> dict[str, Tensor]:
     return whole
 
 
-def load(engine: FSDPEngine, path: Path, contents: frozenset[str]) -> None:
+def load(engine: SavedEngine, path: Path, contents: frozenset[str]) -> None:
     """Read the parts named in ``contents`` from directory ``path``. Collective.
 
     Random states are restored where the number of ranks is the saved one; otherwise they are left alone.
@@ -279,7 +293,7 @@ def load(engine: FSDPEngine, path: Path, contents: frozenset[str]) -> None:
         read_extra(engine, path, marker)
 
 
-def optimizer_tensors(engine: FSDPEngine) -> dict[str, Tensor]:
+def optimizer_tensors(engine: SavedEngine) -> dict[str, Tensor]:
     """The live optimizer state as ``<parameter>.<state>``; made first if no step has been taken yet."""
     optimizer = engine.optimizer
     assert optimizer is not None

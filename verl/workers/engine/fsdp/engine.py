@@ -30,8 +30,9 @@ from verl.models.noise import give_every_token_its_gradient, noise_of, report_no
 from verl.models.offload import offload_activations
 from verl.models.packing import RowLayout, build_layout
 from verl.models.probe import Probe, compare, make_probe
+from verl.models.sequence_group import SequenceGroup
 from verl.models.sliced import DeferredWeights, local_part
-from verl.models.ulysses import SequenceGroup, check_model, split_sequence
+from verl.models.ulysses import check_model, split_sequence
 from verl.utils.background import BackgroundTask
 from verl.utils.device import empty_cache, get_torch_device
 from verl.utils.distributed import get_rank, get_world_size, init_process_group

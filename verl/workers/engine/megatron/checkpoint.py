@@ -9,15 +9,17 @@ of them, however the model is divided now. With low-rank adapters ``model/`` hol
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from verl.checkpoint.plain_state import check_plain
+from verl.config import MegatronConfig, ModelConfig
 from verl.errors import CheckpointError
 from verl.models.loading import quiet_transformers, resolve_model_dir
 from verl.models.lora import save_adapter
@@ -27,6 +29,7 @@ from verl.workers.engine.checkpoint import (
     ADAPTER_DIR,
     FORMAT_VERSION,
     MARKER,
+    CheckpointedEngine,
     check_contents,
     copy_companions,
     lora_marker,
@@ -34,17 +37,28 @@ from verl.workers.engine.checkpoint import (
     open_checkpoint,
     read_extra,
 )
+from verl.workers.engine.megatron.bridge import Bridge
 from verl.workers.engine.megatron.optimizer import inner_optimizers, materialise
 from verl.workers.engine.megatron.parallel import construction
-
-if TYPE_CHECKING:
-    from verl.workers.engine.megatron.engine import MegatronEngine
 
 #: the form of the distributed optimizer's state in which it can be read under other sizes
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
-def save(engine: MegatronEngine, path: Path, contents: frozenset[str]) -> None:
+class SavedEngine(CheckpointedEngine, Protocol):
+    """What a checkpoint reads from a Megatron engine."""
+
+    device: torch.device
+    model_config: ModelConfig
+    megatron_config: MegatronConfig
+    hf_config: PreTrainedConfig
+    models: list[nn.Module]
+    bridge: Bridge
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+def save(engine: SavedEngine, path: Path, contents: frozenset[str]) -> None:
     """Write the parts named in ``contents`` into directory ``path``. Collective.
 
     Raises:
@@ -112,7 +126,7 @@ def save(engine: MegatronEngine, path: Path, contents: frozenset[str]) -> None:
     on_all_ranks(world, f"finish {path}", finish)
 
 
-def load(engine: MegatronEngine, path: Path, contents: frozenset[str]) -> None:
+def load(engine: SavedEngine, path: Path, contents: frozenset[str]) -> None:
     """Read the parts named in ``contents`` from directory ``path``. Collective.
 
     Random states are restored where the number of ranks is the saved one; otherwise they are left alone.
@@ -140,13 +154,13 @@ def load(engine: MegatronEngine, path: Path, contents: frozenset[str]) -> None:
         read_extra(engine, path, marker)
 
 
-def load_weights(engine: MegatronEngine, path: Path) -> None:
+def load_weights(engine: SavedEngine, path: Path) -> None:
     """Read the weights alone from a checkpoint directory. Collective."""
     _open(engine, path, frozenset({"model"}))
     _read_weights(engine, path)
 
 
-def _read_weights(engine: MegatronEngine, path: Path) -> None:
+def _read_weights(engine: SavedEngine, path: Path) -> None:
     def read(_: Any, load: Any) -> None:
         state = load(_weights(engine), str(path / "model"))
         for number, model in enumerate(engine.models):
@@ -155,7 +169,7 @@ def _read_weights(engine: MegatronEngine, path: Path) -> None:
     _megatron(engine, "read", path / "model", read)
 
 
-def export_hf(engine: MegatronEngine, target: Path) -> None:
+def export_hf(engine: SavedEngine, target: Path) -> None:
     """Write the model as ``from_pretrained`` reads it. Collective; rank 0 holds the whole model on the host."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
@@ -182,7 +196,7 @@ def export_hf(engine: MegatronEngine, target: Path) -> None:
     on_all_ranks(world, f"write {target}", write)
 
 
-def _open(engine: MegatronEngine, path: Path, contents: frozenset[str]) -> tuple[dict[str, Any], frozenset[str]]:
+def _open(engine: SavedEngine, path: Path, contents: frozenset[str]) -> tuple[dict[str, Any], frozenset[str]]:
     """The marker and the parts to read, see :func:`open_checkpoint`. Collective."""
 
     def check(marker: dict[str, Any], parts: frozenset[str]) -> None:
@@ -198,7 +212,7 @@ def _open(engine: MegatronEngine, path: Path, contents: frozenset[str]) -> tuple
     return open_checkpoint(engine, path, contents, written_by="megatron", check=check)
 
 
-def _weights(engine: MegatronEngine) -> dict[str, Any]:
+def _weights(engine: SavedEngine) -> dict[str, Any]:
     """What ``model/`` holds, piece by piece: all weights, or with adapters those that train."""
     # layers may differ in their adapters; then each has names of its own
     metadata = _METADATA if engine.lora is None else _METADATA | {"non_homogeneous_layers": True}
@@ -211,7 +225,7 @@ def _weights(engine: MegatronEngine) -> dict[str, Any]:
     return weights
 
 
-def _optimizer(engine: MegatronEngine, *, loading: bool = False) -> dict[str, Any]:
+def _optimizer(engine: SavedEngine, *, loading: bool = False) -> dict[str, Any]:
     materialise(engine.optimizer)
     weights = _weights(engine)
     if len(engine.models) == 1:
@@ -220,7 +234,7 @@ def _optimizer(engine: MegatronEngine, *, loading: bool = False) -> dict[str, An
     return {"optimizer": state}
 
 
-def _megatron(engine: MegatronEngine, verb: str, directory: Path, action: Callable[[Any, Any], None]) -> None:
+def _megatron(engine: SavedEngine, verb: str, directory: Path, action: Callable[[Any, Any], None]) -> None:
     """Call Megatron-core's ``save`` or ``load``; if that fails anywhere every rank raises."""
     from megatron.core.dist_checkpointing import load as megatron_load
     from megatron.core.dist_checkpointing import save as megatron_save

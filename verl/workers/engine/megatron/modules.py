@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from verl.models.attention import AttentionPlan, varlen_attention
-from verl.models.ulysses import SequenceGroup
+from verl.models.sequence_group import SequenceGroup
 
 
 @dataclass

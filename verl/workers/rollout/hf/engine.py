@@ -21,16 +21,7 @@ from verl.models.shape import cached_token_bytes
 from verl.models.vision import ImageTokens
 from verl.utils.device import empty_cache, get_torch_device
 from verl.utils.distributed import get_world_size
-from verl.workers.rollout.base import (
-    MEMORY_PARTS,
-    Completion,
-    GenerationRequest,
-    MemoryPart,
-    RolloutEngine,
-    RolloutMemory,
-    SamplingParams,
-    WeightPart,
-)
+from verl.workers.rollout.engine import RolloutEngine
 from verl.workers.rollout.hf.kv_budget import CacheBudget
 from verl.workers.rollout.hf.kv_cache import RolloutCache
 from verl.workers.rollout.hf.packed_linears import PackedLinears, packing_supported
@@ -40,6 +31,15 @@ from verl.workers.rollout.hf.weights import ModuleWeights, build_module
 from verl.workers.rollout.lora import adapter_for
 from verl.workers.rollout.pausing import Call, Gate, check_ready, check_request, parts_of, with_partial
 from verl.workers.rollout.settings import resolve_dtype, special_tokens, unsampled_of
+from verl.workers.rollout.types import (
+    MEMORY_PARTS,
+    Completion,
+    GenerationRequest,
+    MemoryPart,
+    RolloutMemory,
+    SamplingParams,
+    WeightPart,
+)
 
 if TYPE_CHECKING:
     from verl.config import ModelConfig, RolloutConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.types import SamplingParams
 
 #: tokens summed together in the first level of the inverse-CDF search
 _BLOCK = 128

@@ -15,9 +15,9 @@ from ray import cancel as ray_cancel
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from verl.errors import ConfigError, LostProcessError, ReplicaError, RolloutError, VerlError
-from verl.workers.rollout.base import Completion, GenerationRequest
 from verl.workers.rollout.serving.packed_requests import PackedRequests
 from verl.workers.rollout.serving.server import ServerHealth
+from verl.workers.rollout.types import Completion, GenerationRequest
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,6 @@ from verl.errors import ConfigError, ReplicaError, RolloutError
 from verl.tools.parsers import PARSERS, BrokenCall, ToolCall, ToolParser, length_before
 from verl.utils.detokenizer import Detokenizer
 from verl.utils.json_text import dumps_json
-from verl.workers.rollout.base import Completion, GenerationRequest
 from verl.workers.rollout.serving.openai_protocol import (
     CHARS_PER_TOKEN,
     LIMITS,
@@ -41,6 +40,7 @@ from verl.workers.rollout.serving.openai_protocol import (
     parse_prompts,
     usage,
 )
+from verl.workers.rollout.types import Completion, GenerationRequest
 
 logger = logging.getLogger(__name__)
 

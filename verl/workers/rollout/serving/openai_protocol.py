@@ -11,7 +11,7 @@ from typing import Any
 
 from verl.errors import RolloutError, VerlError
 from verl.utils.seeding import derive_seed
-from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.types import SamplingParams
 
 
 class ApiError(VerlError):

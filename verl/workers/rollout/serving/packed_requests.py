@@ -15,7 +15,7 @@ import numpy as np
 
 from verl.models.vision import PromptImages
 from verl.utils.transport import tensor_of
-from verl.workers.rollout.base import Completion, FinishReason, GenerationRequest, SamplingParams
+from verl.workers.rollout.types import Completion, FinishReason, GenerationRequest, SamplingParams
 
 _REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 

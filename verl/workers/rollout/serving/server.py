@@ -20,15 +20,9 @@ from verl import envs
 from verl.errors import ReplicaError, RolloutError, WeightSyncError
 from verl.utils.device import set_device
 from verl.utils.seeding import use_deterministic_algorithms
-from verl.workers.rollout.base import (
-    MEMORY_PARTS,
-    Completion,
-    GenerationRequest,
-    MemoryPart,
-    RolloutEngine,
-    RolloutMemory,
-)
+from verl.workers.rollout.engine import RolloutEngine
 from verl.workers.rollout.serving.packed_requests import PackedCompletions, PackedRequests
+from verl.workers.rollout.types import MEMORY_PARTS, Completion, GenerationRequest, MemoryPart, RolloutMemory
 
 if TYPE_CHECKING:
     from verl.config import ModelConfig, RolloutConfig

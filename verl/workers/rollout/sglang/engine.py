@@ -20,15 +20,7 @@ from verl.errors import ConfigError, RolloutError, VerlError, WeightSyncError
 from verl.models.lora import LoraSettings, is_adapter_name
 from verl.utils.device import get_torch_device
 from verl.utils.distributed import env_local_world_size, env_rank, env_world_size, free_port, init_process_group
-from verl.workers.rollout.base import (
-    MEMORY_PARTS,
-    Completion,
-    GenerationRequest,
-    MemoryPart,
-    RolloutEngine,
-    RolloutMemory,
-    run_blocking,
-)
+from verl.workers.rollout.engine import RolloutEngine, run_blocking
 from verl.workers.rollout.lora import adapter_for, merge_instead
 from verl.workers.rollout.pausing import Gate, check_ready, check_request, parts_of, with_partial
 from verl.workers.rollout.policy_weights import LiveWeight, Named, WeightManifest, digest
@@ -40,6 +32,7 @@ from verl.workers.rollout.sglang.process import ServerProcess, require_sglang
 from verl.workers.rollout.sglang.sampler import PENALTY, stream_start
 from verl.workers.rollout.sglang.scheduler import DIGESTS, MEMORY
 from verl.workers.rollout.sglang.weights import GroupChannel, HandleChannel, WeightChannel, pickled
+from verl.workers.rollout.types import MEMORY_PARTS, Completion, GenerationRequest, MemoryPart, RolloutMemory
 
 if TYPE_CHECKING:
     from verl.config import ModelConfig, RolloutConfig

@@ -22,20 +22,20 @@ from verl.models.lora import is_adapter_name
 from verl.models.vision import ImageTokens
 from verl.utils.device import get_torch_device
 from verl.utils.distributed import env_local_world_size, get_world_size, init_process_group
-from verl.workers.rollout.base import (
+from verl.workers.rollout.engine import RolloutEngine
+from verl.workers.rollout.lora import adapter_for, merge_instead
+from verl.workers.rollout.pausing import Call, Gate, check_ready, check_request, parts_of, with_partial
+from verl.workers.rollout.policy_weights import LiveWeight, WeightManifest, split_adapter
+from verl.workers.rollout.settings import resolve_dtype, special_tokens, unsampled_of
+from verl.workers.rollout.types import (
     MEMORY_PARTS,
     Completion,
     FinishReason,
     GenerationRequest,
     MemoryPart,
-    RolloutEngine,
     RolloutMemory,
     WeightPart,
 )
-from verl.workers.rollout.lora import adapter_for, merge_instead
-from verl.workers.rollout.pausing import Call, Gate, check_ready, check_request, parts_of, with_partial
-from verl.workers.rollout.policy_weights import LiveWeight, WeightManifest, split_adapter
-from verl.workers.rollout.settings import resolve_dtype, special_tokens, unsampled_of
 from verl.workers.rollout.vllm.arguments import ADAPTER_ARGUMENTS, engine_arguments
 from verl.workers.rollout.vllm.images import engine_input
 from verl.workers.rollout.vllm.lora import MAX_RANKS, adapter_request

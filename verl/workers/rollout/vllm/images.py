@@ -13,7 +13,7 @@ import numpy as np
 
 from verl.errors import ConfigError
 from verl.models.vision import ImageTokens, PromptImages
-from verl.workers.rollout.base import GenerationRequest
+from verl.workers.rollout.types import GenerationRequest
 
 
 def image_arguments() -> dict[str, Any]:

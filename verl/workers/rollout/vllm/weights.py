@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from verl.errors import WeightSyncError
-from verl.workers.rollout.base import WeightPart
 from verl.workers.rollout.policy_weights import CopyRecorder, Named, Place, WeightManifest, box_of, digest
+from verl.workers.rollout.types import WeightPart
 
 logger = logging.getLogger(__name__)
 

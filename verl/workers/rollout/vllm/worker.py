@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from verl.utils.memory_release import forget_pages
-from verl.workers.rollout.base import WeightPart
 from verl.workers.rollout.policy_weights import Named, WeightManifest, split_adapter
+from verl.workers.rollout.types import WeightPart
 from verl.workers.rollout.vllm.lora import AdapterSlots, base_layers
 from verl.workers.rollout.vllm.weights import ModelWeights
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from verl.models.sliced import local_part
 from verl.workers.engine.base import Box, SlicedWeight
-from verl.workers.rollout.base import WeightPart
+from verl.workers.rollout.types import WeightPart
 from verl.workers.sharding_manager.reshard.layout import Layout, Placement, TensorInfo, layout_of
 
 #: shape of a rank's tensor, and the slices of a piece that lie in it
