@@ -16,8 +16,8 @@ from tests.workers.rollout.helpers import missing_package, served_everywhere
 from verl.config import ModelConfig, RolloutConfig
 from verl.config.rollout import EngineKwargsConfig
 from verl.errors import ConfigError
-from verl.workers.rollout.hf.sampler import SamplingBatch, sample
-from verl.workers.rollout.hf.uniforms import uniforms
+from verl.workers.rollout.sampler import SamplingBatch, sample
+from verl.workers.rollout.uniforms import uniforms
 from verl.workers.rollout.sglang.arguments import server_arguments
 from verl.workers.rollout.sglang.engine import _pieces
 from verl.workers.rollout.sglang.sampler import seed_of_name, settings_of, stream_start, uniforms_at

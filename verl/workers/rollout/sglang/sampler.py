@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.workers.rollout.hf.sampler import SamplingBatch, process_logits, sample
-from verl.workers.rollout.hf.uniforms import GOLDEN, mix
+from verl.workers.rollout.sampler import SamplingBatch, process_logits, sample
+from verl.workers.rollout.uniforms import GOLDEN, mix
 
 #: SGLang's name for the sampler that this one takes the place of; on CPUs SGLang allows no other name
 BACKEND = "pytorch"
@@ -46,7 +46,7 @@ def stream_start(seed: int, prompt_length: int) -> int:
 
 
 def uniforms_at(starts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The numbers of :func:`verl.workers.rollout.hf.uniforms.uniforms` for one token of each row.
+    """The numbers of :func:`verl.workers.rollout.uniforms.uniforms` for one token of each row.
 
     Args:
         starts: (B,) int64 from :func:`stream_start`.
@@ -60,7 +60,7 @@ def uniforms_at(starts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(state: torch.Tensor) -> torch.Tensor:
-    """:func:`verl.workers.rollout.hf.uniforms.mix` on int64, whose products wrap around as they must."""
+    """:func:`verl.workers.rollout.uniforms.mix` on int64, whose products wrap around as they must."""
     state = (state ^ _shifted(state, 30)) * _signed(0xBF58476D1CE4E5B9)
     state = (state ^ _shifted(state, 27)) * _signed(0x94D049BB133111EB)
     return state ^ _shifted(state, 31)
