@@ -125,8 +125,8 @@ class Generator:
     def _start(self, at_end: ExitStack) -> WorkerGroup:
         """The workers with the model's weights in the rollout engine."""
         from verl.models.loading import import_external_lib
-        from verl.trainer.main_ppo import ray_session
         from verl.trainer.ppo.placement import build_worker_groups
+        from verl.trainer.ray_session import ray_session
         from verl.utils.device import resolve_device
 
         run = self.config.sealed_run()

@@ -16,8 +16,8 @@ from verl.workers.rollout.sampler import (
     sample,
     sum_by_doubling,
 )
-from verl.workers.rollout.uniforms import uniforms
 from verl.workers.rollout.types import SamplingParams
+from verl.workers.rollout.uniforms import uniforms
 
 CPU = torch.device("cpu")
 

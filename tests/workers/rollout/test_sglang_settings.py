@@ -17,12 +17,12 @@ from verl.config import ModelConfig, RolloutConfig
 from verl.config.rollout import EngineKwargsConfig
 from verl.errors import ConfigError
 from verl.workers.rollout.sampler import SamplingBatch, sample
-from verl.workers.rollout.uniforms import uniforms
 from verl.workers.rollout.sglang.arguments import server_arguments
 from verl.workers.rollout.sglang.engine import _pieces
 from verl.workers.rollout.sglang.sampler import seed_of_name, settings_of, stream_start, uniforms_at
 from verl.workers.rollout.sglang.weights import address_towards, pickled, stage
 from verl.workers.rollout.types import SamplingParams
+from verl.workers.rollout.uniforms import uniforms
 
 
 def arguments(*, device: str = "cpu", model: ModelConfig | None = None, **rollout: Any) -> dict[str, Any]:

@@ -29,10 +29,9 @@ from verl.utils import tokenizer
 from verl.workers.engine import checkpoint as engine_checkpoint
 from verl.workers.engine.fsdp import engine as fsdp_engine
 from verl.workers.engine.fsdp.engine import FSDPEngine
-from verl.workers.rollout import batch, settings
+from verl.workers.rollout import batch, sampler, settings
 from verl.workers.rollout.hf import engine as hf_engine
 from verl.workers.rollout.hf import weights
-from verl.workers.rollout import sampler
 from verl.workers.rollout.hf.engine import HFRolloutEngine
 from verl.workers.rollout.types import Completion
 

@@ -25,10 +25,10 @@ from verl.workers.rollout.hf.prefill import (
     split_for_prefill,
 )
 from verl.workers.rollout.hf.row_state import RowState
-from verl.workers.rollout.sampler import SamplingBatch, sample
 from verl.workers.rollout.hf.scheduler import PromptGroup, Sequence
-from verl.workers.rollout.uniforms import uniforms
+from verl.workers.rollout.sampler import SamplingBatch, sample
 from verl.workers.rollout.types import Completion, FinishReason
+from verl.workers.rollout.uniforms import uniforms
 
 #: FLOP that the device could do in the time that a layer's operations take to start: what a forward costs however
 #: few tokens it has. Decides how much padding is worth a saved forward, and when finished rows are moved out.
