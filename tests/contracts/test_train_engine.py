@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.workers.engine.megatron_ranks import make_megatron_engine
+from tests.workers.engine.megatron.ranks import make_megatron_engine
 from tests.workers.engine.reference import LOG_PROBS, POLICY, make_engine, policy_batch, policy_loss
 from verl.errors import CheckpointError, ConfigError, SchemaError
 from verl.utils.device import device_memory_stats

@@ -22,7 +22,7 @@ from tests.models.families import make_config
 from tests.workers.engine.ranks import run_ranks
 from tests.workers.engine.reference import POLICY, policy_batch, policy_loss
 from tests.workers.rollout.helpers import generate, hf_rollout, missing_package, random_prompts, reference_greedy
-from tests.workers.sharding_manager.test_sharded_dist import SplitSink
+from tests.workers.sharding_manager.test_sharded_sync_dist import SplitSink
 from verl.config import ModelConfig, RolloutConfig
 from verl.workers.engine.base import MicroBatching
 from verl.workers.rollout.types import SamplingParams
@@ -41,7 +41,7 @@ VOCABULARY = 60  # of prompts; that of every model here is larger
 
 
 def trained(path: str, **sizes: Any) -> Any:
-    from tests.workers.engine.megatron_ranks import make_megatron_engine
+    from tests.workers.engine.megatron.ranks import make_megatron_engine
     from verl.workers.engine.megatron.parallel import leave_parallel_groups
 
     leave_parallel_groups()
@@ -49,7 +49,7 @@ def trained(path: str, **sizes: Any) -> Any:
 
 
 def step(engine: Any) -> None:
-    from tests.workers.engine.megatron_ranks import rows_of
+    from tests.workers.engine.megatron.ranks import rows_of
 
     mine = rows_of(policy_batch(vocab=VOCABULARY), engine.layout.dp_rank, engine.layout.dp_size)
     engine.train_batch(mine, policy_loss, want=POLICY, micro=MicroBatching(size=2))

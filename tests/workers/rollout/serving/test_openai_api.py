@@ -21,7 +21,7 @@ from tests.tools.test_parsers import FIND, OURS, SCHEMAS, written
 from tests.utils.test_detokenizer import byte_level
 from tests.workers.rollout.helpers import weights_of
 from tests.workers.rollout.served import load, replicas
-from tests.workers.rollout.test_server import Here
+from tests.workers.rollout.serving.test_server import Here
 from verl.config import ModelConfig, RolloutConfig
 from verl.errors import RolloutError
 from verl.tools.parsers import PARSERS

@@ -92,7 +92,7 @@ def family_reference(family: str, directory: Path) -> None:
 
 def check_family(directory: Path, **options: Any) -> None:
     """Weights, log-probs, loss, gradients and gradient norm of one update."""
-    from tests.workers.engine import megatron_ranks as ours
+    from tests.workers.engine.megatron import ranks as ours
 
     reference = torch.load(directory / "reference.pt")
     # unclipped, and reduced whole on every rank, so that gradients can be read afterwards
@@ -117,7 +117,7 @@ def check_family(directory: Path, **options: Any) -> None:
 
 
 def two_ranks(rank: int, model_dir: str, work: str) -> None:
-    from tests.workers.engine import megatron_ranks as ours
+    from tests.workers.engine.megatron import ranks as ours
     from verl.workers.engine.megatron.parallel import leave_parallel_groups
 
     reference = torch.load(f"{work}/reference.pt")
@@ -233,7 +233,7 @@ def two_ranks(rank: int, model_dir: str, work: str) -> None:
 
 
 def continue_training(engine: Any) -> dict[str, float]:
-    from tests.workers.engine.megatron_ranks import rows_of
+    from tests.workers.engine.megatron.ranks import rows_of
 
     mine = rows_of(policy_batch(), engine.layout.dp_rank, engine.layout.dp_size)
     metrics = engine.train_batch(mine, policy_loss, want=POLICY, micro=MicroBatching(size=2))
@@ -244,7 +244,7 @@ def check_resumed(
     model_dir: str, saved: Path, numbers: dict[str, float], weights: dict[str, Tensor], **options: Any
 ) -> None:
     """What was saved under other sizes continues alike."""
-    from tests.workers.engine import megatron_ranks as ours
+    from tests.workers.engine.megatron import ranks as ours
 
     engine = ours.make_megatron_engine(model_dir, **options)
     engine.load(saved, TRAINED)
@@ -256,7 +256,7 @@ def check_resumed(
 
 def check_heads(model_dir: str, work: str, **options: Any) -> None:
     """A critic learns as on FSDP2, a reward model scores as in Transformers."""
-    from tests.workers.engine import megatron_ranks as ours
+    from tests.workers.engine.megatron import ranks as ours
 
     batch = policy_batch()
     critic = ours.make_megatron_engine(model_dir, head="value", **options)
@@ -306,7 +306,7 @@ def test_two_ranks(tiny_model_dir: str, tmp_path: Path) -> None:
 
 
 def four_ranks(rank: int, model_dir: str, work: str) -> None:
-    from tests.workers.engine import megatron_ranks as ours
+    from tests.workers.engine.megatron import ranks as ours
     from verl.workers.engine.megatron.parallel import leave_parallel_groups
 
     reference = torch.load(f"{work}/reference.pt")

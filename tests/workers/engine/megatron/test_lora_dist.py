@@ -37,7 +37,7 @@ FAMILIES = ("deepseek_v3", "gemma3_text")
 
 
 def two_ranks(rank: int, model_dir: str, work: str) -> None:
-    from tests.workers.engine import megatron_ranks as ours
+    from tests.workers.engine.megatron import ranks as ours
     from verl.workers.engine.megatron.parallel import leave_parallel_groups
 
     def reference(name: str) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def two_ranks(rank: int, model_dir: str, work: str) -> None:
 
 
 def train(engine: Any) -> dict[str, float]:
-    from tests.workers.engine.megatron_ranks import rows_of
+    from tests.workers.engine.megatron.ranks import rows_of
 
     mine = rows_of(policy_batch(), engine.layout.dp_rank, engine.layout.dp_size)
     metrics: dict[str, float] = engine.train_batch(mine, policy_loss, want=POLICY, micro=PARTS).values_by_name()
@@ -134,7 +134,7 @@ def start(path: str, directory: Path, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_adapters(tiny_model_dir: str, tmp_path: Path) -> None:
-    from tests.workers.engine.megatron_ranks import lora_reference
+    from tests.workers.engine.megatron.ranks import lora_reference
 
     batch = policy_batch()
     for name, model in {"all": LORA, **SOME}.items():

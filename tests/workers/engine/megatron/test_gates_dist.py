@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def is_compared(rank: int, path: str) -> None:
-    from tests.workers.engine import megatron_ranks as ranks
+    from tests.workers.engine.megatron import ranks
     from verl.models import parallel_logprobs
 
     ranks.make_megatron_engine(path, trained=False, model={"verify": "always"}, tp=2)
@@ -51,7 +51,7 @@ def is_compared(rank: int, path: str) -> None:
 
 
 def trains_like_plain_transformers(rank: int, path: str, want: dict[str, Any]) -> None:
-    from tests.workers.engine import megatron_ranks as ranks
+    from tests.workers.engine.megatron import ranks
 
     def update(**model: Any) -> dict[str, float]:
         engine = ranks.make_megatron_engine(path, model=model, tp=2)
@@ -80,7 +80,7 @@ def test_training_has_no_noise_and_a_padding_token_gives_its_gradient(tmp_path: 
 
 
 def gives_no_probability(rank: int, path: str, want: torch.Tensor) -> None:
-    from tests.workers.engine import megatron_ranks as ranks
+    from tests.workers.engine.megatron import ranks
 
     engine = ranks.make_megatron_engine(path, model={"verify": "always"}, tp=2)
     out = engine.forward(policy_batch(vocab=100), POLICY, micro=MicroBatching(), temperature=TEMPERATURE)

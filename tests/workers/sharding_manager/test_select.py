@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.workers.rollout.helpers import make_engine, make_model
-from tests.workers.sharding_manager.test_fingerprint import Source
+from tests.workers.sharding_manager.test_change_detection import Source
 from verl.errors import ConfigError
 from verl.workers.rollout import ROLLOUT_ENGINES
 from verl.workers.sharding_manager import SHARDING_MANAGERS, make_sharding_manager
