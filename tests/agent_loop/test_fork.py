@@ -43,15 +43,15 @@ def user(content: str) -> dict[str, Any]:
 
 
 def ledgers(talk: Conversation) -> list[Any]:
-    return [*talk.earlier, talk.ledger]
+    return [*talk.earlier, talk.token_trajectory]
 
 
 def test_dropped_thinking_begins_a_row_with_what_the_template_writes() -> None:
     talk, tokenizer = conversation("qwen3")
-    prompt = list(talk.ledger.prompt_ids)
+    prompt = list(talk.token_trajectory.prompt_ids)
     first, second = turn(tokenizer, f"{THOUGHT}6"), turn(tokenizer, f"{THOUGHT}9")
     talk.add_sampled(first)
-    before = talk.ledger
+    before = talk.token_trajectory
     assert talk.add([user("and 3*3?")])
     assert talk.earlier == [before]
     assert before.ids == first.token_ids, "the finished row is what was sampled"
@@ -61,12 +61,14 @@ def test_dropped_thinking_begins_a_row_with_what_the_template_writes() -> None:
         add_generation_prompt=True,
     )
     assert "hm" not in shown
-    assert tokenizer.decode(talk.ledger.context, skip_special_tokens=False) == shown
-    assert talk.ledger.prompt_ids == prompt
-    assert set(talk.ledger.mask) == {0}
+    assert tokenizer.decode(talk.token_trajectory.context, skip_special_tokens=False) == shown
+    assert talk.token_trajectory.prompt_ids == prompt
+    assert set(talk.token_trajectory.mask) == {0}
     talk.add_sampled(second)
-    assert [token for token, mask in zip(talk.ledger.ids, talk.ledger.mask, strict=True) if mask] == second.token_ids
-    output = AgentLoopOutput.from_ledger(talk.ledger, earlier=talk.earlier)
+    assert [
+        token for token, mask in zip(talk.token_trajectory.ids, talk.token_trajectory.mask, strict=True) if mask
+    ] == second.token_ids
+    output = AgentLoopOutput.from_token_trajectory(talk.token_trajectory, earlier=talk.earlier)
     assert output.num_turns == 4
     assert len(output.extra_fields["state_hashes"]) == 2
     assert [one.response_ids for one in output.earlier] == [first.token_ids]
@@ -82,10 +84,10 @@ def test_turns_that_change_nothing_stay_in_one_row() -> None:
 def test_what_does_not_fit_changes_nothing() -> None:
     talk, tokenizer = conversation("qwen3", max_tokens=40)
     talk.add_sampled(turn(tokenizer, f"{THOUGHT}6"))
-    before = list(talk.ledger.ids)
+    before = list(talk.token_trajectory.ids)
     assert not talk.add([user("and 3*3? " * 20)])
     assert talk.earlier == []
-    assert talk.ledger.ids == before
+    assert talk.token_trajectory.ids == before
 
 
 def test_what_was_cut_off_is_known() -> None:
@@ -114,10 +116,10 @@ def test_a_history_that_shares_nothing_still_has_a_prompt() -> None:
     talk, tokenizer = conversation("qwen2.5")
     talk.add_sampled(turn(tokenizer, "6"))
     assert talk.fork([{"role": "system", "content": "sum up"}, user("so far: 6")])
-    assert talk.ledger.prompt_ids
-    spelled = tokenizer.decode(talk.ledger.context, skip_special_tokens=False)
+    assert talk.token_trajectory.prompt_ids
+    spelled = tokenizer.decode(talk.token_trajectory.context, skip_special_tokens=False)
     assert spelled.startswith("<|im_start|>system\nsum up")
-    assert talk.room == 10_000 - len(talk.ledger)
+    assert talk.room == 10_000 - len(talk.token_trajectory)
 
 
 @pytest.mark.parametrize("family", sorted(TEMPLATES))
@@ -155,20 +157,22 @@ def test_every_row_is_what_the_model_saw_and_each_token_is_trained_on_once(
     sampled: list[tuple[list[int], list[int]]] = []
     for thinks, said, answer in turns:
         completion = turn(tokenizer, f"{THOUGHT if thinks else ''}{said}")
-        sampled.append((list(talk.ledger.context), completion.token_ids))
+        sampled.append((list(talk.token_trajectory.context), completion.token_ids))
         talk.add_sampled(completion)
         assert talk.add([user(f"say {answer}")])
     rows = ledgers(talk)
     trained = []
-    for ledger in rows:
-        ledger.check()
+    for token_trajectory in rows:
+        token_trajectory.check()
         start = 0
-        for end in turn_ends(ledger.mask):
-            begin = next(n for n in range(start, end + 1) if ledger.mask[n])
-            trained.append((ledger.prompt_ids + ledger.ids[:begin], ledger.ids[begin : end + 1]))
+        for end in turn_ends(token_trajectory.mask):
+            begin = next(n for n in range(start, end + 1) if token_trajectory.mask[n])
+            trained.append(
+                (token_trajectory.prompt_ids + token_trajectory.ids[:begin], token_trajectory.ids[begin : end + 1])
+            )
             start = end + 1
     assert trained == sampled, "prefix and tokens of every turn, in order, once"
-    assert sum(len(ledger.state_hashes()) for ledger in rows) == len(turns)
+    assert sum(len(token_trajectory.state_hashes()) for token_trajectory in rows) == len(turns)
 
 
 # ---- in batches --------------------------------------------------------------------------------------------------

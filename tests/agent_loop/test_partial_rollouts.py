@@ -18,7 +18,7 @@ from tests.agent_loop.ticking import Ticking, length_of, log_prob_of, token_of
 from verl.agent_loop import AgentLoopBase, AgentLoopOutput, EngineGenerator, register
 from verl.agent_loop.base import AGENT_LOOPS
 from verl.agent_loop.batch import Row, Trajectory
-from verl.agent_loop.partial_rollouts import CutOff, Take
+from verl.agent_loop.partial_rollouts import CutOff, RecordedCompletion
 from verl.agent_loop.runner import AgentLoopRunner
 from verl.config import ModelConfig
 from verl.errors import RolloutError
@@ -56,14 +56,14 @@ def rows_of(count: int, **fields: Any) -> list[Row]:
 
 
 def going_on(rows: Sequence[Row], trajectories: Sequence[Trajectory]) -> list[Row]:
-    """The rows of the next step: their takes have been through a checkpoint."""
+    """The rows of the next step: their recorded completions have been through a checkpoint."""
     out = []
     for one, trajectory in zip(rows, trajectories, strict=True):
         if trajectory.unfinished is None:
             out.append(replace(one, ended=True))
         else:
-            takes = tuple(Take.from_plain(take.to_plain()) for take in trajectory.unfinished)
-            out.append(replace(one, takes=takes))
+            recorded = tuple(RecordedCompletion.from_plain(done.to_plain()) for done in trajectory.unfinished)
+            out.append(replace(one, recorded=recorded))
     return out
 
 
@@ -104,7 +104,9 @@ def test_every_token_keeps_the_version_that_sampled_it() -> None:
     sent = PackedRequests.pack([replace(request, partial=second)]).unpack()[0].partial
     assert sent is not None
     assert sent.version_runs == ((3, 3), (4, 2))
-    assert Take.from_plain(Take(2, "key", third).to_plain()) == Take(2, "key", third)
+    assert RecordedCompletion.from_plain(RecordedCompletion(2, "key", third).to_plain()) == RecordedCompletion(
+        2, "key", third
+    )
 
 
 # ---- stopping and going on ---------------------------------------------------------------------------------------
@@ -184,8 +186,8 @@ def test_a_slow_tool_is_not_waited_for_and_is_released() -> None:
     assert time.monotonic() - started < 5
     assert "slow" in released
     assert got[1].unfinished is None
-    (take,) = got[0].unfinished or ()
-    assert TOKENIZER.decode(take.completion.token_ids) == call, "the turn before the tool is kept"
+    (done,) = got[0].unfinished or ()
+    assert TOKENIZER.decode(done.completion.token_ids) == call, "the turn before the tool is kept"
 
 
 def test_a_tool_that_answers_differently_the_second_time_is_answered_afresh() -> None:
@@ -224,7 +226,7 @@ def test_a_tool_that_answers_differently_the_second_time_is_answered_afresh() ->
     rows = [row("slow", "slow"), row("fast", "fast")]
     generator = Script(script, seconds=0.05)
     got = asyncio.run(runner.run(rows, generator, cut=CutOff([False, False], 1, 1)))
-    assert [take.completion.finish_reason for take in got[0].unfinished or ()] == ["stop", "abort"]
+    assert [done.completion.finish_reason for done in got[0].unfinished or ()] == ["stop", "abort"]
     asked = len(generator.requests)
     again = asyncio.run(runner.run(going_on(rows, got), generator, cut=CutOff([False, False], 1, 2)))
     assert TOKENIZER.decode(again[0].output.response_ids).endswith("after number 1<|end|>")

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 from verl.checkpoint.plain_state import PlainReader
-from verl.checkpoint.staged_shards import ShardImage
+from verl.checkpoint.staged_shards import StagedShard
 
 
 def some_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -46,7 +46,7 @@ def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 @pytest.mark.parametrize("reader", [PlainReader, FileSystemReader])
 def test_what_was_copied_is_read_back(tmp_path: Path, reader: type[FileSystemReader]) -> None:
     tensors = some_tensors()
-    image = ShardImage(tensors, world=1)
+    image = StagedShard(tensors, world=1)
     image.fill(tensors)
     for tensor in tensors.values():  # the training goes on
         tensor.zero_()
@@ -55,7 +55,7 @@ def test_what_was_copied_is_read_back(tmp_path: Path, reader: type[FileSystemRea
 
 
 def test_the_memory_serves_again(tmp_path: Path) -> None:
-    image = ShardImage(some_tensors(), world=1)
+    image = StagedShard(some_tensors(), world=1)
     for seed in (1, 2):
         assert image.fits(some_tensors(seed))
         image.fill(some_tensors(seed))
@@ -67,7 +67,7 @@ def test_the_memory_serves_again(tmp_path: Path) -> None:
 
 def test_no_tensor_is_kept_alive() -> None:
     tensors = {"a": torch.ones(3)}
-    image = ShardImage(tensors, world=1)
+    image = StagedShard(tensors, world=1)
     gone = weakref.ref(tensors.pop("a"))
     assert gone() is None
     tensors["a"] = torch.ones(3)
@@ -78,7 +78,7 @@ def test_no_tensor_is_kept_alive() -> None:
 
 def test_other_tensors_need_other_memory() -> None:
     tensors = some_tensors()
-    image = ShardImage(tensors, world=1)
+    image = StagedShard(tensors, world=1)
     assert not image.fits({**tensors, "more": torch.zeros(1)})
     assert not image.fits({**tensors, "half": tensors["half"].float()})
     assert not image.fits({**tensors, "long": torch.arange(6)})
@@ -89,7 +89,7 @@ def test_the_description_is_the_one_that_torch_writes(tmp_path: Path) -> None:
     tensors = some_tensors()
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.mkdir()
-    image = ShardImage(tensors, world=1)
+    image = StagedShard(tensors, world=1)
     image.fill(tensors)
     image.write(ours)
     dcp.save(tensors, checkpoint_id=theirs, no_dist=True)
@@ -103,7 +103,7 @@ def test_the_description_is_the_one_that_torch_writes(tmp_path: Path) -> None:
 
 
 def test_checksums_are_those_of_the_files(tmp_path: Path) -> None:
-    image = ShardImage(some_tensors(), world=1)
+    image = StagedShard(some_tensors(), world=1)
     image.fill(some_tensors())
     digests = image.write(tmp_path)
     assert digests == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.iterdir()}
@@ -112,5 +112,5 @@ def test_checksums_are_those_of_the_files(tmp_path: Path) -> None:
 
 def test_saving_leaves_checks_of_other_files_as_they_are() -> None:
     before = torch.serialization.get_crc32_options()
-    ShardImage(some_tensors(), world=1)
+    StagedShard(some_tensors(), world=1)
     assert torch.serialization.get_crc32_options() == before is True

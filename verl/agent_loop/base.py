@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-from verl.agent_loop.token_trajectory import TokenLedger
+from verl.agent_loop.token_trajectory import TokenTrajectory
 from verl.errors import ConfigError, RolloutError
 from verl.tools.toolbox import ToolLimits
 from verl.utils.dynamic_import import load_target, read_yaml
@@ -102,40 +102,42 @@ class AgentLoopOutput:
             )
 
     @classmethod
-    def from_ledger(cls, ledger: TokenLedger, *, earlier: Sequence[TokenLedger] = (), **fields: Any) -> AgentLoopOutput:
-        """The row of a ledger, or the rows of several; ``state_hashes`` are the ledgers' unless given.
+    def from_token_trajectory(
+        cls, token_trajectory: TokenTrajectory, *, earlier: Sequence[TokenTrajectory] = (), **fields: Any
+    ) -> AgentLoopOutput:
+        """The row of a token trajectory, or the rows of several; ``state_hashes`` are theirs unless given.
 
         A last row in which the model did not speak any more is left out.
         """
-        ledgers = [*earlier, ledger]
+        ledgers = [*earlier, token_trajectory]
         while len(ledgers) > 1 and not any(ledgers[-1].mask):
             ledgers.pop()
-        ledger = ledgers[-1]
+        token_trajectory = ledgers[-1]
         hashes = [name for one in ledgers for name in one.state_hashes()]
         extra = {"state_hashes": hashes, **fields.pop("extra_fields", {})}
         return cls(
-            prompt_ids=ledger.prompt_ids,
-            response_ids=ledger.ids,
-            response_mask=ledger.mask,
-            response_logprobs=ledger.log_probs,
-            policy_versions=ledger.version_range(),
-            token_versions=ledger.versions,
+            prompt_ids=token_trajectory.prompt_ids,
+            response_ids=token_trajectory.ids,
+            response_mask=token_trajectory.mask,
+            response_logprobs=token_trajectory.log_probs,
+            policy_versions=token_trajectory.version_range(),
+            token_versions=token_trajectory.versions,
             num_turns=fields.pop("num_turns", sum(one.num_turns for one in ledgers) + 1),
             extra_fields=extra,
-            images=ledger.images,
+            images=token_trajectory.images,
             earlier=[cls._tokens(one) for one in ledgers[:-1]],
             **fields,
         )
 
     @classmethod
-    def _tokens(cls, ledger: TokenLedger) -> AgentLoopOutput:
+    def _tokens(cls, token_trajectory: TokenTrajectory) -> AgentLoopOutput:
         return cls(
-            ledger.prompt_ids,
-            ledger.ids,
-            ledger.mask,
-            ledger.log_probs,
-            policy_versions=ledger.version_range(),
-            token_versions=ledger.versions,
+            token_trajectory.prompt_ids,
+            token_trajectory.ids,
+            token_trajectory.mask,
+            token_trajectory.log_probs,
+            policy_versions=token_trajectory.version_range(),
+            token_versions=token_trajectory.versions,
         )
 
 

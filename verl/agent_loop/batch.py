@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from verl.agent_loop.base import AgentLoopOutput
-from verl.agent_loop.partial_rollouts import Take
+from verl.agent_loop.partial_rollouts import RecordedCompletion
 from verl.data.collate import object_array
 from verl.data.images import IMAGE_FIELD
 from verl.errors import DataError, RolloutError
@@ -48,7 +48,7 @@ MORE, PAD = AGENT_MORE, "agent_pad_token_id"
 #: column of a batch with the earlier rows of each trajectory, as plain values; None where there are none
 EARLIER_ROWS = "earlier_rows"
 #: column of a batch whose generation may be cut off. On the way to the loops: what a row's trajectory has said in
-#: earlier steps (a list of plain takes), or ENDED, or None. On the way back: the same of those that were stopped.
+#: earlier steps (plain recorded completions), or ENDED, or None. On the way back: the same of those that were stopped.
 CARRIED = "carried"
 ENDED = "ended"
 #: meta_info key with the arguments of a cut-off: ``groups`` in the batch, ``keep`` of them, ``group_size`` in rows
@@ -63,14 +63,14 @@ class Row:
         session: name of the trajectory, unique in the step.
         sampling_params: how tokens are chosen.
         fields: keyword arguments of the loop.
-        takes: what the model has said in earlier steps.
+        recorded: what the model has said in earlier steps.
         ended: an earlier step has the result already, nothing is to be done.
     """
 
     session: str
     sampling_params: dict[str, Any]
     fields: dict[str, Any]
-    takes: tuple[Take, ...] = ()
+    recorded: tuple[RecordedCompletion, ...] = ()
     ended: bool = False
 
 
@@ -90,7 +90,7 @@ class Trajectory:
     info: dict[str, Any] = field(default_factory=dict)
     aborted: str | None = None
     more: Sequence[AgentLoopOutput] = ()
-    unfinished: Sequence[Take] | None = None
+    unfinished: Sequence[RecordedCompletion] | None = None
 
 
 def rows_from_batch(batch: DataProto, config: RolloutConfig, *, seed: int, step: int, validate: bool) -> list[Row]:
@@ -105,8 +105,8 @@ def rows_from_batch(batch: DataProto, config: RolloutConfig, *, seed: int, step:
         fields |= {"raw_prompt_ids": request.prompt_ids, "sample_index": index, "images": request.images}
         kept = carried[number]
         ended = isinstance(kept, str) and kept == ENDED
-        takes = () if ended or kept is None else tuple(map(Take.from_plain, kept))
-        rows.append(Row(request.request_id, asdict(request.sampling), fields, takes, ended))
+        recorded = () if ended or kept is None else tuple(map(RecordedCompletion.from_plain, kept))
+        rows.append(Row(request.request_id, asdict(request.sampling), fields, recorded, ended))
     return rows
 
 
@@ -183,8 +183,8 @@ def batch_from_trajectories(
         arrays[EARLIER_ROWS] = object_array([_earlier(output, prompt_length, response_length) for output in outputs])
     if cut_off:
         stopped = [trajectory.unfinished for trajectory in trajectories]
-        tensors["unfinished"] = torch.tensor([takes is not None for takes in stopped], dtype=torch.bool)
-        plain = [None if takes is None else [take.to_plain() for take in takes] for takes in stopped]
+        tensors["unfinished"] = torch.tensor([recorded is not None for recorded in stopped], dtype=torch.bool)
+        plain = [None if recorded is None else [done.to_plain() for done in recorded] for recorded in stopped]
         arrays[CARRIED] = object_array(plain)
     return DataProto.from_dict(
         tensors=tensors, non_tensors=arrays, meta_info={_LIMIT: max_failed_fraction, PAD: pad_token_id}
@@ -243,8 +243,8 @@ def empty_last_row(output: AgentLoopOutput) -> str | None:
         return None
     return (
         f"an agent loop returned {len(output.earlier)} earlier rows and a last row in which the model says nothing (no "
-        "1 in response_mask), so there is no place for the score; leave such a row out, as AgentLoopOutput.from_ledger "
-        "does"
+        "1 in response_mask), so there is no place for the score; leave such a row out, as "
+        "AgentLoopOutput.from_token_trajectory does"
     )
 
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Partner:
+class EnvironmentSession:
     """What answers the model when it calls no tool; without an interaction nothing does.
 
     Args:
@@ -91,7 +91,7 @@ class Partner:
 
 
 def with_opening(messages: Sequence[Message], opening: str) -> list[Message]:
-    """A prompt with what a partner says first: part of the user's last message where that ends the prompt."""
+    """A prompt with what a environment says first: part of the user's last message where that ends the prompt."""
     *before, last = messages
     if last["role"] == "user" and not isinstance(last["content"], str):
         return [*before, {**last, "content": [*last["content"], {"type": "text", "text": f"\n\n{opening}"}]}]

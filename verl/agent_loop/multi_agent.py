@@ -116,7 +116,7 @@ class _Seat:
     @property
     def context_ids(self) -> list[int]:
         """What the model reads as this player."""
-        return self._open.ledger.context
+        return self._open.token_trajectory.context
 
     @property
     def room(self) -> int:
@@ -147,8 +147,8 @@ class _Seat:
             extra["turn_scores"], total = self.scores, 0.0
         elif reward == "trajectory":
             total = sum(self.scores)
-        return AgentLoopOutput.from_ledger(
-            self.conversation.ledger,
+        return AgentLoopOutput.from_token_trajectory(
+            self.conversation.token_trajectory,
             earlier=self.conversation.earlier,
             overlong=self.conversation.overlong,
             reward_score=total,

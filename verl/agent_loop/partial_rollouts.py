@@ -45,7 +45,7 @@ class TrajectoryStopped(RolloutError):
 
 
 @dataclass(frozen=True)
-class Take:
+class RecordedCompletion:
     """A completion and what it was an answer to.
 
     Attributes:
@@ -71,8 +71,8 @@ class Take:
         }
 
     @classmethod
-    def from_plain(cls, values: Mapping[str, Any]) -> Take:
-        """The take that :meth:`to_plain` described."""
+    def from_plain(cls, values: Mapping[str, Any]) -> RecordedCompletion:
+        """The recorded completion that :meth:`to_plain` described."""
         runs = tuple((int(version), int(count)) for version, count in values["runs"])
         first, last = runs[0][0], runs[-1][0]
         completion = Completion(
@@ -110,12 +110,12 @@ class CutOff:
         self._enough = asyncio.Event()
         self._quiet = asyncio.Event()
         self._in_flight: set[str] = set()
-        self._running: dict[int, tuple[Tape, asyncio.Future[Any]]] = {}
+        self._running: dict[int, tuple[CompletionRecorder, asyncio.Future[Any]]] = {}
         self._look()
 
-    def began(self, row: int, tape: Tape, task: asyncio.Future[Any]) -> None:
+    def began(self, row: int, recorder: CompletionRecorder, task: asyncio.Future[Any]) -> None:
         """A trajectory runs, as ``task``."""
-        self._running[row] = (tape, task)
+        self._running[row] = (recorder, task)
 
     def ended(self, row: int) -> None:
         """A trajectory has ended, or was given up for good."""
@@ -160,11 +160,11 @@ class CutOff:
                 len(self._in_flight),
                 _GRACE_S,
             )
-        cancelled: dict[asyncio.Future[Any], Tape] = {}
-        for tape, task in self._running.values():
+        cancelled: dict[asyncio.Future[Any], CompletionRecorder] = {}
+        for recorder, task in self._running.values():
             if task.cancel():
-                tape.stopped = True
-                cancelled[task] = tape
+                recorder.stopped = True
+                cancelled[task] = recorder
         if cancelled:
             _, hanging = await asyncio.wait(cancelled, timeout=_GRACE_S)
             for task in hanging:
@@ -172,12 +172,12 @@ class CutOff:
                 cancelled[task].given_up.set_result(None)
 
 
-class Tape:
+class CompletionRecorder:
     """What the model said in one trajectory: plays back, continues and records.
 
     Args:
-        generator: samples what is not on the tape.
-        takes: completions from earlier steps.
+        generator: samples what is not recorded.
+        recorded: completions from earlier steps.
         cut: says when to stop.
         trace: of the trajectory.
 
@@ -186,30 +186,32 @@ class Tape:
         given_up: done when it does not end although it was stopped.
     """
 
-    def __init__(self, generator: StoppableGenerator, takes: Sequence[Take], cut: CutOff, trace: Trace) -> None:
+    def __init__(
+        self, generator: StoppableGenerator, recorded: Sequence[RecordedCompletion], cut: CutOff, trace: Trace
+    ) -> None:
         self.stopped = False
         self.given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._takes = {take.place: take for take in takes}
+        self._recorded = {done.place: done for done in recorded}
         self._generator = generator
         self._cut = cut
         self._trace = trace
         self._calls = 0
 
     @property
-    def takes(self) -> list[Take]:
+    def recorded(self) -> list[RecordedCompletion]:
         """The completions so far."""
-        return [self._takes[place] for place in sorted(self._takes)]
+        return [self._recorded[place] for place in sorted(self._recorded)]
 
     async def generate(self, request: GenerationRequest, *, session: str | None = None) -> Completion:
-        """Answer from the tape as far as it goes, then from the model.
+        """Answer with what is recorded as far as it goes, then from the model.
 
         Raises:
-            TrajectoryStopped: the step has enough; what was sampled is on the tape.
+            TrajectoryStopped: the step has enough; what was sampled is recorded.
         """
         place = self._calls
         self._calls += 1
         key = _key(request)
-        known = self._takes.get(place)
+        known = self._recorded.get(place)
         if known is not None and known.key != key:
             self._trace.count("replays_diverged")
             known = None
@@ -225,7 +227,7 @@ class Tape:
         finally:
             self._cut.answered(request.request_id)
         if completion.token_ids or completion.finish_reason != "abort":
-            self._takes[place] = Take(place, key, completion)
+            self._recorded[place] = RecordedCompletion(place, key, completion)
         if completion.finish_reason == "abort" and self._cut.reached:
             self._stop()
         return completion

@@ -99,7 +99,7 @@ class ProxyServer:
         return self._web.json_response(whole, dumps=json_of)
 
     async def _stream(self, request: Any, answer: Answer, model: str) -> Any:
-        """Send an answer as events. It is whole before the first: nothing is sent that the ledger does not have."""
+        """Send an answer as events. It is whole before the first event is sent."""
         response = self._web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         head = envelope("chat.completion.chunk", model)

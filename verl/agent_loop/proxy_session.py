@@ -190,7 +190,7 @@ class ProxySession:
             else:
                 fits = fits and self.conversation.room > 0
                 fits = fits and self.conversation.add(added, self._pieces(added, messages[-len(added) - 1]))
-        ids = self.conversation.ledger.context
+        ids = self.conversation.token_trajectory.context
         if fits:
             limit = min(self.conversation.room, call.sampling.max_tokens)
             completion = await self._sampled(ids, limit)

@@ -30,7 +30,7 @@ from verl.agent_loop.batch import (
     rows_from_batch,
 )
 from verl.agent_loop.conversation import HistoryRewritten
-from verl.agent_loop.partial_rollouts import CutOff, Tape
+from verl.agent_loop.partial_rollouts import CompletionRecorder, CutOff
 from verl.agent_loop.rows import PLAYER
 from verl.agent_loop.trace import SpanExporter, Trace, TraceWriter
 from verl.data.images import ImageReader
@@ -221,14 +221,14 @@ class AgentLoopRunner:
     ) -> Trajectory:
         """Run a trajectory to its end, or until the cut-off."""
         if cut is not None and cut.reached:
-            return replace(self._without_result(spec, row), unfinished=row.takes)
+            return replace(self._without_result(spec, row), unfinished=row.recorded)
         about = {name: row.fields[name] for name in _FACTS if row.fields.get(name) is not None}
         trace = Trace(row.session, {**facts, **about, "agent": getattr(spec.cls, "__name__", str(spec.cls))})
-        tape = None if cut is None else Tape(generator, row.takes, cut, trace)
+        recorder = None if cut is None else CompletionRecorder(generator, row.recorded, cut, trace)
         context = AgentContext(
             config=self.config,
             tokenizer=self.tokenizer,
-            generator=generator if tape is None else tape,
+            generator=generator if recorder is None else recorder,
             session=row.session,
             trace=trace,
             tools=self.tools,
@@ -240,15 +240,15 @@ class AgentLoopRunner:
         aborted, why = None, ""
         outputs = self._nothing(spec, row)
         task = asyncio.ensure_future(_run(spec, context, row))
-        if cut is not None and tape is not None:
-            cut.began(number, tape, task)
+        if cut is not None and recorder is not None:
+            cut.began(number, recorder, task)
         limit = self.config.agent.timeout_s
         try:
-            ends: set[asyncio.Future[Any]] = {task} if tape is None else {task, tape.given_up}
+            ends: set[asyncio.Future[Any]] = {task} if recorder is None else {task, recorder.given_up}
             done, _ = await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            if done and tape is not None and tape.stopped:
+            if done and recorder is not None and recorder.stopped:
                 _ = not task.done() or task.cancelled() or task.exception()  # which is only the echo
-                return replace(self._without_result(spec, row), unfinished=tape.takes)
+                return replace(self._without_result(spec, row), unfinished=recorder.recorded)
             if done:
                 outputs = task.result()
             else:

@@ -15,7 +15,7 @@ ASSISTANT = "assistant"
 
 
 @dataclass
-class TokenLedger:
+class TokenTrajectory:
     """Prompt and response of one trajectory, token by token; only ever appended to.
 
     The lists about the response have one entry per response token. The words of the model enter with

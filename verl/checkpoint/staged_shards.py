@@ -36,7 +36,7 @@ DESCRIPTION = ".metadata"
 _ALIGNMENT = 64  # of a tensor, as inside torch's format
 
 
-class ShardImage:
+class StagedShard:
     """What one rank writes of a set of tensors: a file, and on the first rank the description of all files.
 
     Making one is collective: the ranks agree on who writes what. The tensors may be sharded (``DTensor``).

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.workers.engine.reference import LOG_PROBS, POLICY, TEMPERATURE, make_engine, policy_batch, policy_loss
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.fsdp.engine import FSDPEngine
-from verl.workers.engine.oom_retry import MemoryGuard, halved
+from verl.workers.engine.oom_retry import OomRetry, halved
 
 
 def test_a_rule_is_halved_down_to_one_row() -> None:
@@ -69,7 +69,7 @@ def test_a_row_that_does_not_fit_and_several_ranks_are_told_what_to_do(tiny_mode
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        MemoryGuard(torch.device("cpu"), world_size=2).run(MicroBatching(size=4), torch.ones(8, 3), fails)
+        OomRetry(torch.device("cpu"), world_size=2).run(MicroBatching(size=4), torch.ones(8, 3), fails)
     assert "the 2 ranks cannot repeat it together, so lower" in caught.value.__notes__[0]
 
 
@@ -78,4 +78,4 @@ def test_other_errors_pass(tiny_model_dir: str) -> None:
         raise RuntimeError("shapes differ")
 
     with pytest.raises(RuntimeError, match="shapes differ"):
-        MemoryGuard(torch.device("cpu"), world_size=1).run(MicroBatching(), torch.ones(8, 3), fails)
+        OomRetry(torch.device("cpu"), world_size=1).run(MicroBatching(), torch.ones(8, 3), fails)

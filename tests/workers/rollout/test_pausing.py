@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from verl.errors import RolloutError, WeightSyncError
-from verl.workers.rollout.pausing import Gate
+from verl.workers.rollout.pausing import PauseController
 from verl.workers.rollout.types import Completion, GenerationRequest, SamplingParams
 
 
@@ -20,7 +20,7 @@ def answer(engine: str, tokens: Sequence[int], log_probs: Sequence[float]) -> li
     async def serve(requests: list[GenerationRequest]) -> list[Completion]:
         return [Completion(list(tokens), list(log_probs), "length")]
 
-    return asyncio.run(Gate(engine, 10).run(serve, [request]))
+    return asyncio.run(PauseController(engine, 10).run(serve, [request]))
 
 
 def test_good_completions_pass() -> None:

@@ -76,7 +76,7 @@ class SplitSink:
         self.loaded |= {name: tensor.clone() for name, tensor in bucket}
         self.complete |= self.loaded.keys()
 
-    def weight_parts(self, names: Iterable[str]) -> dict[str, list[WeightPart]] | None:
+    def shard_views(self, names: Iterable[str]) -> dict[str, list[WeightPart]] | None:
         if self.stubborn:
             return None
         parts = {}
@@ -86,7 +86,7 @@ class SplitSink:
             parts[name] = [WeightPart(start, stop, self.memory_of[name])]
         return parts
 
-    def parts_written(self, names: Iterable[str]) -> None:
+    def mark_loaded(self, names: Iterable[str]) -> None:
         self.complete |= set(names)
 
     async def end_update(self) -> None:

@@ -31,7 +31,7 @@ def adapters(bench: Bench) -> Iterator[Measure]:
     )
     got = {name: value.cpu() for name, value in off.items()}
     yield from bench.compare_outputs(ADAPTERS, "switched off", got, want, against=f"{TRANSFORMERS}, base model")
-    held_apart = bench.generator.engine.takes_adapter
+    held_apart = bench.generator.engine.supports_lora_update
     other = Generator(bench.subject, bench.setup, bench.rows.longest_prompt, merged=bool(held_apart))
     other.sync(bench.trainer)
     prompts = bench.rows.prompts

@@ -44,7 +44,7 @@ def weight_sync(bench: Bench) -> Iterator[Measure]:
         mask=batch["response_mask"],
     )
     yield _visible(bench, fresh)
-    if not bench.generator.engine.takes_adapter:
+    if not bench.generator.engine.supports_lora_update:
         yield _served(bench, updated)
 
 

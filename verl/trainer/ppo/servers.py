@@ -299,7 +299,7 @@ class ServerRollout:
             for number, server in enumerate(servers):
                 calls[server.receive_weights.remote(link, number)] = f"update of a rollout server to version {version}"  # type: ignore[attr-defined]
         send = self.trainers.send_weights.options(blocking=False)
-        apart = all(info.takes_adapter for replica in replicas for info in replica.infos)
+        apart = all(info.supports_lora_update for replica in replicas for info in replica.infos)
         sends = send(
             version=version, links={rank: link for rank, (link, _) in links.items()}, again=again, adapter_apart=apart
         )

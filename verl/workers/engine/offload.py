@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 
-class Residency:
-    """Counts who needs a part: it comes with the first and leaves after the last, so that uses may be nested.
+class OffloadContext:
+    """Counts the users of each part. The first one loads it, the last one off-loads it, so uses may be nested.
 
     Args:
-        fetch: brings a part to the device, where it is not there.
-        park: lets it leave, where the engine is to do without it.
+        load: brings a part to the device, if it is not there.
+        offload: frees the part's device memory, if the engine off-loads it.
     """
 
-    def __init__(self, fetch: Callable[[str], None], park: Callable[[str], None]) -> None:
-        self._fetch = fetch
-        self._park = park
+    def __init__(self, load: Callable[[str], None], offload: Callable[[str], None]) -> None:
+        self._load = load
+        self._offload = offload
         self._users: Counter[str] = Counter()
 
     @contextmanager
@@ -26,15 +26,15 @@ class Residency:
         for part in parts:
             self._users[part] += 1
             if self._users[part] == 1:
-                self._fetch(part)
+                self._load(part)
         try:
             yield
         finally:
             for part in reversed(parts):
                 self._users[part] -= 1
-                self.settle(part)
+                self.release(part)
 
-    def settle(self, part: str) -> None:
-        """Let a part leave that nobody needs."""
+    def release(self, part: str) -> None:
+        """Off-load a part that has no user."""
         if not self._users[part]:
-            self._park(part)
+            self._offload(part)

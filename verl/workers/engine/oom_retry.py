@@ -41,7 +41,7 @@ def halved(micro: MicroBatching, rows: int, longest: int) -> MicroBatching | Non
     return None if half == 0 else replace(micro, size=half)
 
 
-class MemoryGuard:
+class OomRetry:
     """Repeats work with smaller micro-batches when memory runs out, and begins with those from then on.
 
     Only for an engine of one rank: other ranks would be waiting in collectives that a repeated pass does not match.

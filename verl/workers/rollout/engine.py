@@ -14,7 +14,7 @@ from verl.errors import RolloutError, WeightSyncError
 from verl.utils.stopping import call_is_cancelled
 
 if TYPE_CHECKING:
-    from verl.workers.rollout.pausing import Gate
+    from verl.workers.rollout.pausing import PauseController
 from verl.workers.rollout.types import (
     MEMORY_PARTS,
     Completion,
@@ -39,18 +39,18 @@ class RolloutEngine(ABC):
     #: what right-padding of responses should use
     pad_token_id: int
     #: queue of requests while the engine is paused; ``generate_many`` runs through it
-    gate: Gate
+    pauses: PauseController
 
     #: where one of the ranks that share the weights serves all requests: it calls this when the others must join in
-    on_round: Callable[[], None] | None = None
+    on_tp_work: Callable[[], None] | None = None
 
     #: whether updates bring the matrices of a low-rank adapter (``NAME.lora_A``, ``NAME.lora_B``) beside the base
     #: weights, which then need to come once only, before the adapter; otherwise the adapter comes added to the weights
-    takes_adapter: bool = False
+    supports_lora_update: bool = False
 
     @property
-    def needs_base(self) -> bool:
-        """With :attr:`takes_adapter`: whether the next update has to bring the base weights too."""
+    def needs_base_weights(self) -> bool:
+        """With :attr:`supports_lora_update`: whether the next update has to bring the base weights too."""
         return True
 
     @property
@@ -68,7 +68,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Serve requests together, in the order given; through :attr:`gate`.
+        """Serve requests together, in the order given; through :attr:`pauses`.
 
         Raises:
             RolloutError: as in :meth:`generate`; none of the requests is then served.
@@ -76,7 +76,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """End requests now (all when None), paused ones too (``gate.abort``).
+        """End requests now (all when None), paused ones too (``pauses.abort``).
 
         They complete with the tokens so far and reason ``"abort"``, and can be continued as ``partial``.
         """
@@ -88,15 +88,15 @@ class RolloutEngine(ABC):
         the next one; their keys and values are recomputed with the weights loaded at that time. Where ranks share
         the weights, all of them pause and resume.
         """
-        self.gate.close()
+        self.pauses.pause()
         await self.halt()
 
     async def resume(self) -> None:
         """Go on with the requests that wait."""
-        self.gate.open()
+        self.pauses.resume()
 
-    async def join_round(self) -> None:
-        """Serve with the rank that called :attr:`on_round`, until nothing is left.
+    async def tp_step(self) -> None:
+        """Serve with the rank that called :attr:`on_tp_work`, until nothing is left.
 
         Raises:
             RolloutError: the engine does not split its weights over ranks.
@@ -105,7 +105,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def halt(self) -> None:
-        """End what is being computed, for :meth:`pause`: like ``abort`` of everything, but leaves the gate alone."""
+        """End what is being computed, for :meth:`pause`: like ``abort`` of everything, but does not pause."""
 
     @abstractmethod
     async def sleep(self) -> None:
@@ -136,10 +136,10 @@ class RolloutEngine(ABC):
             WeightSyncError: a name is unknown, a shape is wrong, or no update is running.
         """
 
-    def weight_parts(self, names: Iterable[str]) -> dict[str, list[WeightPart]] | None:
+    def shard_views(self, names: Iterable[str]) -> dict[str, list[WeightPart]] | None:
         """Within an update: the parts of weights that this rank generates with, to be written in place.
 
-        Who writes them instead of calling :meth:`load` says so with :meth:`parts_written`.
+        Who writes them instead of calling :meth:`load` says so with :meth:`mark_loaded`.
 
         Args:
             names: Hugging Face parameter names.
@@ -152,7 +152,7 @@ class RolloutEngine(ABC):
         """
         return None
 
-    def parts_written(self, names: Iterable[str]) -> None:
+    def mark_loaded(self, names: Iterable[str]) -> None:
         """The parts of these weights are complete."""
         raise WeightSyncError(f"{type(self).__name__} takes whole tensors; call load")
 

@@ -47,7 +47,7 @@ class Call:
 
 @dataclass(eq=False)
 class _Caller:
-    """A call on its way through the gate.
+    """A call that is being served.
 
     Attributes:
         open: the requests without a completion, by their place in the call.
@@ -62,11 +62,11 @@ class _Caller:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Gate:
+class PauseController:
     """Holds requests back while an engine is paused.
 
-    A pause ends what an engine computes; the gate keeps those requests with the tokens that they have and gives them
-    to the engine again when it is opened. What engines answer passes through it, and is checked here.
+    A pause ends what an engine computes; the controller keeps those requests with their tokens and gives them to the
+    engine again on resume. It checks every completion of the engine.
 
     Args:
         engine: its name, for messages.
@@ -76,18 +76,18 @@ class Gate:
     def __init__(self, engine: str, vocab_size: int) -> None:
         self.engine = engine
         self.vocab_size = vocab_size
-        self.closed = False
-        self._closings = 0
+        self.paused = False
+        self._pauses = 0
         self._callers: set[_Caller] = set()
 
-    def close(self) -> None:
+    def pause(self) -> None:
         """Let no request through, and keep those that the engine ends now."""
-        self.closed = True
-        self._closings += 1
+        self.paused = True
+        self._pauses += 1
 
-    def open(self) -> None:
+    def resume(self) -> None:
         """Let requests through."""
-        self.closed = False
+        self.paused = False
         for caller in self._callers:
             caller.wake.set()
 
@@ -111,7 +111,7 @@ class Gate:
         """Serve a call, over pauses.
 
         Args:
-            serve: what the engine does while the gate is open.
+            serve: what the engine does while it is not paused.
             requests: of the call.
             collective: ranks serve together: after a pause this one takes part again, even without requests.
 
@@ -122,27 +122,28 @@ class Gate:
         self._callers.add(caller)
         try:
             while True:
-                while self.closed:
+                while self.paused:
                     self._drop_unwanted(caller)
                     if not caller.open and not collective:
                         break
                     caller.wake.clear()
                     await caller.wake.wait()
-                if self.closed:
+                if self.paused:
                     break
-                closings = self._closings
+                pauses = self._pauses
                 places = list(caller.open)
                 results = await serve([caller.open[place] for place in places])
-                paused = self._closings != closings
+                interrupted = self._pauses != pauses
                 for place, completion in zip(places, results, strict=True):
                     request = caller.open[place]
                     check_completion(request, completion, engine=self.engine, vocab_size=self.vocab_size)
-                    if paused and completion.finish_reason == "abort" and request.request_id not in caller.unwanted:
+                    unwanted = request.request_id in caller.unwanted
+                    if interrupted and completion.finish_reason == "abort" and not unwanted:
                         caller.open[place] = replace(request, partial=completion)
                     else:
                         caller.done[place] = completion
                         del caller.open[place]
-                if not paused or not (caller.open or collective):
+                if not interrupted or not (caller.open or collective):
                     break
         finally:
             self._callers.discard(caller)

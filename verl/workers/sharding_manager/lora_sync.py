@@ -48,7 +48,7 @@ class AdapterSource:
 
 
 class AdapterSync(WeightSync):
-    """:class:`WeightSync` for a rollout with ``takes_adapter``: base weights come where the rollout has none.
+    """:class:`WeightSync` for a rollout with ``supports_lora_update``: base weights come where the rollout has none.
 
     Args:
         source: the training engine.
@@ -69,7 +69,7 @@ class AdapterSync(WeightSync):
 
     async def transfer(self, version: int, *, stepped: bool) -> SyncReport:
         """See :meth:`WeightSync.transfer`; collective over all ranks."""
-        self.adapted.with_base = _on_some_rank(self.sink.needs_base)
+        self.adapted.with_base = _on_some_rank(self.sink.needs_base_weights)
         return await super().transfer(version, stepped=stepped)
 
     async def _check(self) -> None:

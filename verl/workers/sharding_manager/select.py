@@ -109,6 +109,6 @@ def make_sharding_manager(
             f"actor.strategy={strategy!r} cannot hand weights to rollout.name={rollout!r}; pairs that can: "
             f"{', '.join(sorted(SHARDING_MANAGERS))}"
         )
-    if sink.takes_adapter:
+    if sink.supports_lora_update:
         return AdapterSync(cast(AdaptedSource, source), sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)
     return SHARDING_MANAGERS[pair](source, sink, bucket_bytes=bucket_bytes, on_unchanged=on_unchanged)

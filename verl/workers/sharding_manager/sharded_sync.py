@@ -77,7 +77,7 @@ class ShardedSync(WeightSync):
             shards = self.sharded.shards()
             assert shards is not None, "a source that has to put its tensors together belongs to WeightSync"
             held = HeldWeights(shards)
-            parts = self.sink.weight_parts(shards)
+            parts = self.sink.shard_views(shards)
             if not self._agreed:
                 self._plan = self._make_plan(held, parts)
                 self._agreed = True
@@ -115,7 +115,7 @@ class ShardedSync(WeightSync):
         }
         resharder = self.resharder = Resharder(change, device=next(iter(local.values())).device)
         resharder.run(source, into)
-        self.sink.parts_written(held.shards)
+        self.sink.mark_loaded(held.shards)
         return resharder.report.received, resharder.report.buckets
 
     def _make_plan(self, held: HeldWeights, parts: Parts | None) -> Plan | None:

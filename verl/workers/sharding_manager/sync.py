@@ -194,7 +194,7 @@ async def _deliver(transport: Transport, sink: WeightSink, *, known: dict[str, s
     started = time.perf_counter()
     delivery = transport.receive(newer_than=sink.policy_version)
     tensors = buckets = arrived = 0
-    adapter_only = sink.takes_adapter
+    adapter_only = sink.supports_lora_update
     expected: dict[str, str] = {}
     async with updating(sink, delivery.version):
         with contextlib.closing(delivery.buckets) as arriving:  # at once on an error: the sender must not wait for us

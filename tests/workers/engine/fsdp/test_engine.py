@@ -28,7 +28,7 @@ from tests.workers.engine.reference import (
     run_reference,
     value_loss,
 )
-from verl.checkpoint.staged_shards import ShardImage
+from verl.checkpoint.staged_shards import StagedShard
 from verl.errors import CheckpointError, ConfigError
 from verl.models.decoder import decoder_layers
 from verl.utils.metrics import MetricSet
@@ -253,17 +253,17 @@ def test_a_copy_that_takes_long_has_the_state_of_the_call(
     tiny_model_dir: str, batch: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     """Whatever changes the weights waits for the copy, which goes on beside passes that read them."""
-    engine, fill = make_engine(tiny_model_dir), ShardImage.fill
+    engine, fill = make_engine(tiny_model_dir), StagedShard.fill
     engine.save(tmp_path / "start", TRAINED)
     engine.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE)
     expected, copying = parameters(engine), threading.Event()
 
-    def slowly(self: ShardImage, tensors: dict[str, Tensor]) -> None:
+    def slowly(self: StagedShard, tensors: dict[str, Tensor]) -> None:
         copying.set()
         time.sleep(0.5)
         fill(self, tensors)
 
-    monkeypatch.setattr(ShardImage, "fill", slowly)
+    monkeypatch.setattr(StagedShard, "fill", slowly)
     task = engine.start_save(tmp_path / "a", TRAINED)
     assert copying.wait(60)
     if change == "step":
@@ -281,10 +281,10 @@ def test_a_copy_that_fails_fails_the_save_and_not_the_training(
 ) -> None:
     engine = make_engine(tiny_model_dir)
 
-    def fail(self: ShardImage, tensors: dict[str, Tensor]) -> None:
+    def fail(self: StagedShard, tensors: dict[str, Tensor]) -> None:
         raise RuntimeError("no copy")
 
-    monkeypatch.setattr(ShardImage, "fill", fail)
+    monkeypatch.setattr(StagedShard, "fill", fail)
     task = engine.start_save(tmp_path / "a", TRAINED)
     engine.train_batch(batch, policy_loss, want=POLICY, micro=WHOLE)
     with pytest.raises(RuntimeError, match="no copy"):

@@ -13,7 +13,7 @@ from verl.errors import ConfigError
 from verl.models.logprobs import IDENTITY, LogitTransform, token_log_probs, token_sum_pi_squared
 from verl.models.parallel_logprobs import VocabShard, parallel_sum_pi_squared, parallel_token_log_probs
 from verl.workers.engine.megatron.optimizer import optimizer_overrides
-from verl.workers.engine.megatron.storage_offload import Parking
+from verl.workers.engine.megatron.storage_offload import StorageOffloader
 from verl.workers.engine.megatron.tensor_layouts import (
     Cut,
     Form,
@@ -185,18 +185,18 @@ def test_settings_of_the_optimizer() -> None:
 def test_parked_memory_is_freed_and_views_of_it_survive() -> None:
     buffer = torch.arange(8.0)
     view = buffer[2:4]
-    parking = Parking(lambda: [buffer, view])
-    parking.leave()
-    parking.leave()
+    offloader = StorageOffloader(lambda: [buffer, view])
+    offloader.offload()
+    offloader.offload()
     assert buffer.untyped_storage().nbytes() == 0
-    parking.come_back()
+    offloader.reload()
     assert view.tolist() == [2, 3]
     assert view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
 
 
 def test_memory_that_need_not_be_kept_comes_back_as_zeros() -> None:
     buffer = torch.ones(4)
-    parking = Parking(lambda: [buffer], keep=False)
-    parking.leave()
-    parking.come_back()
+    offloader = StorageOffloader(lambda: [buffer], keep=False)
+    offloader.offload()
+    offloader.reload()
     assert buffer.tolist() == [0, 0, 0, 0]

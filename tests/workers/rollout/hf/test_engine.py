@@ -287,18 +287,18 @@ def test_weights_may_be_written_where_they_are_read(qwen: torch.nn.Module, tmp_p
     engine = loaded_engine(make_model("qwen2", seed=5), tmp_path)
     names = [name for name, _ in qwen.named_parameters()]  # tied ones once
     with pytest.raises(WeightSyncError, match="outside of an update"):
-        engine.weight_parts(names)
+        engine.shard_views(names)
     held = []
     for version in (2, 3):
         asyncio.run(engine.begin_update(version))
         with pytest.raises(WeightSyncError, match="unexpected weight 'model.nothing'"):
-            engine.weight_parts(["model.nothing"])
-        parts = engine.weight_parts(names)
+            engine.shard_views(["model.nothing"])
+        parts = engine.shard_views(names)
         for name, parameter in qwen.named_parameters():
             (part,) = parts[name]
             assert (part.start, part.stop) == ((0,) * parameter.dim(), tuple(parameter.shape))
             part.tensor.copy_(parameter.detach())
-        engine.parts_written(names)
+        engine.mark_loaded(names)
         asyncio.run(engine.end_update())
         held.append({name: part.tensor.data_ptr() for name, (part,) in parts.items()})
     assert held[0] == held[1], "the same memory every time"
@@ -308,8 +308,8 @@ def test_weights_may_be_written_where_they_are_read(qwen: torch.nn.Module, tmp_p
     (completion,) = generate(engine, [prompt], SamplingParams(8, temperature=0.0))
     assert completion.token_ids == reference_greedy(qwen, prompt, 8)
     asyncio.run(engine.begin_update(4))
-    engine.weight_parts(names)
-    engine.parts_written(names[1:])
+    engine.shard_views(names)
+    engine.mark_loaded(names[1:])
     with pytest.raises(WeightSyncError, match="1 of .* weights did not arrive"):
         asyncio.run(engine.end_update())
     with pytest.raises(RolloutError, match="weights"):

@@ -120,14 +120,14 @@ def test_an_update_needs_the_whole_adapter_and_a_base(model: torch.nn.Module, tm
         run_blocking(update(2, names[1:]))
     with pytest.raises(RolloutError, match="no complete weights"):
         generate(engine, PROMPTS, SAMPLED)
-    assert not engine.needs_base
+    assert not engine.needs_base_weights
     run_blocking(update(2, names))
     assert_served(model, engine)
 
 
 def test_a_merged_adapter_is_asked_for(model: torch.nn.Module, tmp_path: Path) -> None:
     engine = make_engine(model, tmp_path, lora_merge=True)
-    assert not engine.takes_adapter
+    assert not engine.supports_lora_update
     with pytest.raises(WeightSyncError, match="has no such parameter"):
         sync_of(model, engine).sync(1)
 

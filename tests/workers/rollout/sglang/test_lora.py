@@ -63,8 +63,8 @@ def test_the_base_weights_come_once_and_the_adapter_at_every_update(
     engine: Any, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VERL_SYNC_CHECK", "1")
-    assert engine.takes_adapter
-    assert engine.needs_base
+    assert engine.supports_lora_update
+    assert engine.needs_base_weights
     sync = AdapterSync(AdaptedModel(model), engine, bucket_bytes=50_000, on_unchanged="error")
     version = engine.policy_version
     whole = sum(parameter.nbytes for parameter in model.parameters())
@@ -105,7 +105,7 @@ def test_an_update_needs_the_whole_adapter(engine: Any, model: torch.nn.Module) 
         run_blocking(update(names[1:]))
     with pytest.raises(RolloutError, match="no complete weights"):
         generate(engine, PROMPTS, SAMPLED)
-    assert not engine.needs_base
+    assert not engine.needs_base_weights
     run_blocking(update(names))
     assert_served(model, engine, atol=1e-4)
 

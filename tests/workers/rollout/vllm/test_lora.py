@@ -66,7 +66,7 @@ def engine(shared: Any) -> Any:
     run_blocking(shared.sleep(level=2))
     run_blocking(shared.wake(["kv_cache"]))
     shared._version = -1
-    assert shared.needs_base
+    assert shared.needs_base_weights
     return shared
 
 
@@ -150,7 +150,7 @@ def test_an_update_needs_the_whole_adapter(engine: Any, model: torch.nn.Module) 
         run_blocking(update())
     with pytest.raises(RolloutError, match="no complete weights"):
         generate(engine, PROMPTS, SAMPLED)
-    assert not engine.needs_base  # which is as it was
+    assert not engine.needs_base_weights  # which is as it was
     matrices["model.layers.0.self_attn.q_proj.lora_B"] = missing
     run_blocking(update())
     assert_served(model, engine)
@@ -205,7 +205,7 @@ def test_only_some_layers_have_an_adapter(tmp_path: Path) -> None:
     targets = (r"model\.layers\.1\..*(k_proj|down_proj|up_proj)",)
     model = make_adapted_model(targets=targets, rank=8)
     engine = make_engine(model, tmp_path, adapter={"lora_rank": 8, "target_modules": list(targets)})
-    assert engine.takes_adapter
+    assert engine.supports_lora_update
     sync_of(model, engine).sync(1)
     run_blocking(engine.wake())
     assert_served(model, engine)
@@ -218,13 +218,13 @@ def test_ranks_that_vllm_has_no_room_for_come_merged_or_are_refused(
         make_engine(model, tmp_path, adapter={"lora_rank": 600}, lora_merge=False)
     with caplog.at_level(logging.WARNING, "verl"):
         engine = make_engine(model, tmp_path, adapter={"lora_rank": 600})
-    assert not engine.takes_adapter
+    assert not engine.supports_lora_update
     assert "Every update sends whole weights with the adapter added to them" in caplog.text
 
 
 def test_a_merged_adapter_is_asked_for(model: torch.nn.Module, tmp_path: Path) -> None:
     engine = make_engine(model, tmp_path, lora_merge=True)
-    assert not engine.takes_adapter
+    assert not engine.supports_lora_update
     with pytest.raises(WeightSyncError, match="unexpected weight 'model.layers.0.self_attn.q_proj.lora_A'"):
         sync_of(model, engine).sync(1)
 
@@ -237,5 +237,5 @@ def test_models_of_which_vllm_has_no_places_come_merged_or_are_refused(
         make_engine(model, tmp_path, lora_merge=False)
     with caplog.at_level(logging.WARNING, "verl"):
         engine = make_engine(model, tmp_path)
-    assert not engine.takes_adapter
+    assert not engine.supports_lora_update
     assert "has no places for adapters" in caplog.text

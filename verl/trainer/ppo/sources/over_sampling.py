@@ -114,8 +114,8 @@ class OverSamplingSource(SyncSource):
         carried: list[Any] = [None] * len(rows)
         if held is not None:
             stopped = held.batch["unfinished"].tolist()
-            takes = held.non_tensor_batch[CARRIED]
-            carried[:known] = [takes[row] if stopped[row] else ENDED for row in range(known)]
+            recorded = held.non_tensor_batch[CARRIED]
+            carried[:known] = [recorded[row] if stopped[row] else ENDED for row in range(known)]
         tensors = ("input_ids", "attention_mask", "sample_index", "born_step")
         columns = [name for name in self.row_fields if name in rows.non_tensor_batch]
         request = rows.select(batch_keys=tensors, non_tensor_batch_keys=columns, meta_info_keys=[])
@@ -214,5 +214,5 @@ def _without_own(batch: DataProto) -> DataProto:
 def _sampled_tokens(results: DataProto, rows: np.ndarray) -> int:
     """Tokens that the model has sampled so far in some rows."""
     finished = int(results.batch["response_mask"][torch.from_numpy(rows)].sum())
-    takes = [take for row in rows for take in results.non_tensor_batch[CARRIED][row] or ()]
-    return finished + sum(len(take["token_ids"]) for take in takes)
+    recorded = [done for row in rows for done in results.non_tensor_batch[CARRIED][row] or ()]
+    return finished + sum(len(done["token_ids"]) for done in recorded)

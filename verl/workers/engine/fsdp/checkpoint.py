@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from verl.checkpoint.checksums import forget_recorded, record_checksums
 from verl.checkpoint.plain_state import PlainReader
-from verl.checkpoint.staged_shards import ShardImage
+from verl.checkpoint.staged_shards import StagedShard
 from verl.config import CheckpointConfig, ModelConfig
 from verl.errors import CheckpointError
 from verl.models.heads import HeadModel
@@ -94,7 +94,7 @@ class Snapshot:
     rank: int
     world: int
     contents: frozenset[str]
-    shards: dict[str, dict[str, Tensor] | ShardImage]
+    shards: dict[str, dict[str, Tensor] | StagedShard]
     to_copy: dict[str, dict[str, Tensor]]
     whole: dict[str, Tensor]
     adapter: dict[str, Tensor]
@@ -111,11 +111,11 @@ class Snapshot:
         while self.to_copy:
             part, tensors = self.to_copy.popitem()
             image = self.shards[part]
-            assert isinstance(image, ShardImage)
+            assert isinstance(image, StagedShard)
             image.fill(tensors)
 
 
-def take(engine: SavedEngine, contents: frozenset[str], *, images: dict[str, ShardImage] | None = None) -> Snapshot:
+def take(engine: SavedEngine, contents: frozenset[str], *, images: dict[str, StagedShard] | None = None) -> Snapshot:
     """Collect what :func:`write` writes. Collective.
 
     Args:
@@ -205,7 +205,7 @@ def write(snapshot: Snapshot, path: Path, group: dist.ProcessGroup | None = None
 
     on_all_ranks(world, f"write {path}", write_local, group)
     for part, shards in snapshot.shards.items():
-        if isinstance(shards, ShardImage):
+        if isinstance(shards, StagedShard):
             on_all_ranks(world, f"write {path / part}", partial(_write_image, shards, path, part, rank), group)
         else:
             _dcp(shards, path / part, world, "write", group)
@@ -222,19 +222,19 @@ def write(snapshot: Snapshot, path: Path, group: dist.ProcessGroup | None = None
     on_all_ranks(world, f"finish {path}", finish, group)
 
 
-def _image(part: str, tensors: dict[str, Tensor], engine: SavedEngine, images: dict[str, ShardImage]) -> ShardImage:
+def _image(part: str, tensors: dict[str, Tensor], engine: SavedEngine, images: dict[str, StagedShard]) -> StagedShard:
     """The part's image, made if there is none that fits these tensors. Collective."""
     image = images.get(part)
     if image is None or not image.fits(tensors):
         images.pop(part, None)  # its memory first
         with _dcp_errors(f"lay out the {part} for saving", str):
-            image = ShardImage(tensors, world=engine.layout.world_size, pin=engine.device.type == "cuda")
+            image = StagedShard(tensors, world=engine.layout.world_size, pin=engine.device.type == "cuda")
         images[part] = image
         logger.info("background saves keep %s of host memory for copies of the %s", format_bytes(image.nbytes), part)
     return image
 
 
-def _write_image(image: ShardImage, path: Path, part: str, rank: int) -> None:
+def _write_image(image: StagedShard, path: Path, part: str, rank: int) -> None:
     (path / part).mkdir(exist_ok=True)
     digests: dict[str, str] = {}
     # A thread of its own, because who has stepped back may not step forward again, and a thread that has must not hold

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from verl.checkpoint.staged_shards import ShardImage
+from verl.checkpoint.staged_shards import StagedShard
 from verl.errors import CheckpointError, ConfigError
 from verl.models.decoder import compile_dense_parts, decoder_layers
 from verl.models.families import must_verify, named_failures, require_agreement
@@ -60,8 +60,8 @@ from verl.workers.engine.fsdp.sharding import (
 )
 from verl.workers.engine.images import images_of
 from verl.workers.engine.lr_schedules import LRSchedule
-from verl.workers.engine.offload import Residency
-from verl.workers.engine.oom_retry import MemoryGuard
+from verl.workers.engine.offload import OffloadContext
+from verl.workers.engine.oom_retry import OomRetry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -118,12 +118,12 @@ class FSDPEngine(TrainEngine):
         self.layout = ParallelLayout()
         self.step = 0  # optimizer steps so far, skipped ones included
         self.lr_step = 0
-        self._residency = Residency(self._fetch, self._park)
+        self._offload = OffloadContext(self._load_part, self._offload_part)
         self._gradient_bytes = 0
         self._save_group: dist.ProcessGroup | None = None
         self._saving = BackgroundTask()
         self._copying = BackgroundTask()  # for a background save; until it is over, nothing that is saved may change
-        self._images: dict[str, ShardImage] = {}  # memory for the copies of background saves
+        self._images: dict[str, StagedShard] = {}  # memory for the copies of background saves
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -201,8 +201,8 @@ class FSDPEngine(TrainEngine):
             self.optimizer = _make_optimizer(self.optim_config, self._parameters)
             self.schedule = LRSchedule(self.optim_config)
         self.module.eval()
-        self._guard = MemoryGuard(self.device, world)
-        self._residency.settle("model")
+        self._guard = OomRetry(self.device, world)
+        self._offload.release("model")
         if must_verify(self.model_config, config):
             with named_failures(config, "a forward pass"):
                 self._verify(config)
@@ -489,18 +489,18 @@ class FSDPEngine(TrainEngine):
     # ---- memory -------------------------------------------------------------------------------------------------
 
     def resident(self, *, optimizer: bool) -> AbstractContextManager[Any]:
-        return self._residency.of(["model", "optimizer"] if optimizer and self.optimizer is not None else ["model"])
+        return self._offload.of(["model", "optimizer"] if optimizer and self.optimizer is not None else ["model"])
 
     def _offloads(self, part: str) -> bool:
         wanted = self.fsdp_config.param_offload if part == "model" else self.fsdp_config.optimizer_offload
         # With the offload policy FSDP itself keeps everything on the host.
         return bool(wanted) and not self.fsdp_config.offload_policy
 
-    def _fetch(self, part: str) -> None:
+    def _load_part(self, part: str) -> None:
         if self._offloads(part):
             self._move(part, self.device)
 
-    def _park(self, part: str) -> None:
+    def _offload_part(self, part: str) -> None:
         if self._offloads(part):
             self._move(part, torch.device("cpu"))
             empty_cache(self.device)

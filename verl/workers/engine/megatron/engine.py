@@ -50,8 +50,8 @@ from verl.workers.engine.megatron.families import model_settings
 from verl.workers.engine.megatron.optimizer import add_optimizer, clip_and_step, state_tensors
 from verl.workers.engine.megatron.outputs import Outputs
 from verl.workers.engine.megatron.parallel import construction, current_layout, join_parallel_groups
-from verl.workers.engine.megatron.storage_offload import Parking
-from verl.workers.engine.offload import Residency
+from verl.workers.engine.megatron.storage_offload import StorageOffloader
+from verl.workers.engine.offload import OffloadContext
 
 if TYPE_CHECKING:
     from verl.config import CheckpointConfig, MegatronConfig, ModelConfig, OptimConfig
@@ -125,7 +125,7 @@ class MegatronEngine(TrainEngine):
         self.layout = ParallelLayout()
         self.step = 0  # optimizer steps so far, skipped ones included
         self.lr_step = 0
-        self._residency = Residency(self._fetch, self._park)
+        self._offload = OffloadContext(self._load_part, self._offload_part)
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -205,10 +205,10 @@ class MegatronEngine(TrainEngine):
             transform=settings.logits.without(self._unsampled(settings.vocab_size), self.device),
             keep=not self.model_config.use_fused_kernels,
         )
-        self._parkings = self._make_parkings()
+        self._offloaders = self._make_offloaders()
         self._set_training(False)
-        self._residency.settle("model")
-        self._residency.settle("optimizer")
+        self._offload.release("model")
+        self._offload.release("optimizer")
         if self.head == "lm" and must_verify(self.model_config, self.hf_config):
             self._verify()
 
@@ -522,32 +522,32 @@ class MegatronEngine(TrainEngine):
     # ---- memory -------------------------------------------------------------------------------------------------
 
     def resident(self, *, optimizer: bool) -> AbstractContextManager[Any]:
-        return self._residency.of(["model", "optimizer"] if optimizer and self.optimizer is not None else ["model"])
+        return self._offload.of(["model", "optimizer"] if optimizer and self.optimizer is not None else ["model"])
 
-    def _fetch(self, part: str) -> None:
-        for parking in self._parkings[part]:
-            parking.come_back()
+    def _load_part(self, part: str) -> None:
+        for offloader in self._offloaders[part]:
+            offloader.reload()
 
-    def _park(self, part: str) -> None:
-        for parking in self._parkings[part]:
-            parking.leave()
-        if self._parkings[part]:
+    def _offload_part(self, part: str) -> None:
+        for offloader in self._offloaders[part]:
+            offloader.offload()
+        if self._offloaders[part]:
             empty_cache(self.device)
 
-    def _make_parkings(self) -> dict[str, list[Parking]]:
+    def _make_offloaders(self) -> dict[str, list[StorageOffloader]]:
         """What moves to the host; nothing on CPU, where the host is the device."""
-        found: dict[str, list[Parking]] = {"model": [], "optimizer": []}
+        found: dict[str, list[StorageOffloader]] = {"model": [], "optimizer": []}
         if self.device.type == "cpu":
             return found
         config = self.megatron_config
         if config.param_offload:
-            found["model"].append(Parking(self.bridge.local.values))
+            found["model"].append(StorageOffloader(self.bridge.local.values))
         if self.optimizer is None:
             return found
         if config.grad_offload:
-            found["optimizer"].append(Parking(self._gradients, keep=False))
+            found["optimizer"].append(StorageOffloader(self._gradients, keep=False))
         if config.optimizer_offload:
-            found["optimizer"].append(Parking(self._optimizer_tensors))
+            found["optimizer"].append(StorageOffloader(self._optimizer_tensors))
         return found
 
     def _gradients(self) -> list[Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Parking:
+class StorageOffloader:
     """Storages that can leave their device for a while.
 
     Args:
@@ -25,7 +25,7 @@ class Parking:
         self._keep = keep
         self._away: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Free the device memory; a second call changes nothing."""
         if self._away:
             return
@@ -42,7 +42,7 @@ class Parking:
             self._away.append((storage, storage.nbytes(), copy))
             storage.resize_(0)
 
-    def come_back(self) -> None:
+    def reload(self) -> None:
         """Allocate the memory again and restore the contents."""
         for storage, size, copy in self._away:
             storage.resize_(size)

@@ -118,7 +118,7 @@ class FusedQKV(Form):
 
 @dataclass(frozen=True)
 class GateUp(Form):
-    """Gate and up projection in one product; each rank has its part of the one, then its part of the other.
+    """PauseController and up projection in one product; each rank has its part of the one, then its part of the other.
 
     Hugging Face has them as two tensors, or, with ``stacked``, as one with the gate first.
     """

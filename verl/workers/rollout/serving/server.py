@@ -67,7 +67,7 @@ class ServerInfo:
         node_id, address, pid: where it runs.
         pad_token_id: what right-padding of responses should use.
         url: of its OpenAI-compatible endpoint.
-        takes_adapter: see :class:`RolloutEngine`.
+        supports_lora_update: see :class:`RolloutEngine`.
     """
 
     node_id: str
@@ -75,7 +75,7 @@ class ServerInfo:
     pid: int
     pad_token_id: int
     url: str | None = None
-    takes_adapter: bool = False
+    supports_lora_update: bool = False
 
 
 @dataclass(frozen=True)
@@ -211,14 +211,14 @@ class RolloutServer:
         import_external_lib(spec.model.external_lib)
         engine = get_rollout_class(spec.rollout.name)(spec.model, spec.rollout, device=spec.device)
         if followers:
-            engine.on_round = self._call_followers
+            engine.on_tp_work = self._call_followers
         self._followers = list(followers)
         self.engine = engine
         self._load = _Load()
         self._asleep = False
         leads = environment.get("RANK", "0") == "0"
         url = await self._start_endpoint(spec.http_host) if spec.http_host is not None and leads else None
-        return ServerInfo(*_place(), os.getpid(), engine.pad_token_id, url, engine.takes_adapter)
+        return ServerInfo(*_place(), os.getpid(), engine.pad_token_id, url, engine.supports_lora_update)
 
     async def _start_endpoint(self, host: str) -> str:
         from verl.utils.tokenizer import load_tokenizer
@@ -408,7 +408,7 @@ class RolloutServer:
         """Take part in serving until nothing is left; the first of the servers that share the weights calls it."""
         self._start_work(1)
         try:
-            await self._engine().join_round()
+            await self._engine().tp_step()
         finally:
             self._end_work(1)
 
@@ -437,7 +437,7 @@ class RolloutServer:
         Raises:
             RolloutError: the requests in flight did not end in time.
         """
-        if not self._engine().gate.closed:
+        if not self._engine().pauses.paused:
             await self._wait_until_idle("sleep", RolloutError)
         await self._engine().sleep()
         self._asleep = True
@@ -466,11 +466,11 @@ class RolloutServer:
         if "update" in self._closed_by:
             raise WeightSyncError(f"{self.name} is receiving weights already")
         self._close("update")
-        stopped = interrupt and not engine.gate.closed
+        stopped = interrupt and not engine.pauses.paused
         try:
             if stopped:
                 await engine.pause()
-            elif not engine.gate.closed:
+            elif not engine.pauses.paused:
                 await self._wait_until_idle("an update", WeightSyncError)
             if self._receiver is None or self._receiver[0] != link.name:
                 self._receiver = (link.name, await self._in_thread(link.receiver, index, engine))

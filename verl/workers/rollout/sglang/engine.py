@@ -22,7 +22,7 @@ from verl.utils.device import get_torch_device
 from verl.utils.distributed import env_local_world_size, env_rank, env_world_size, free_port, init_process_group
 from verl.workers.rollout.engine import RolloutEngine, run_blocking
 from verl.workers.rollout.lora import adapter_for, merge_instead
-from verl.workers.rollout.pausing import Gate, check_ready, check_request, parts_of, with_partial
+from verl.workers.rollout.pausing import PauseController, check_ready, check_request, parts_of, with_partial
 from verl.workers.rollout.policy_weights import LiveWeight, Named, WeightManifest, digest
 from verl.workers.rollout.settings import max_model_len, resolve_dtype, special_tokens
 from verl.workers.rollout.sglang.arguments import layers_of, server_arguments
@@ -118,8 +118,8 @@ class SGLangRolloutEngine(RolloutEngine):
         self._adapter: str | None = None
         if lora is not None and self.manifest.adapter:
             self._register_adapter(lora)
-        self.takes_adapter = self._adapter is not None
-        self.gate = Gate("sglang", self.vocab_size)
+        self.supports_lora_update = self._adapter is not None
+        self.pauses = PauseController("sglang", self.vocab_size)
         #: parts that the caller wants ready, and parts whose memory is really held
         self._awake: set[MemoryPart] = set(MEMORY_PARTS)
         self._resident: set[MemoryPart] = set(MEMORY_PARTS)
@@ -272,7 +272,7 @@ class SGLangRolloutEngine(RolloutEngine):
 
     async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Serve requests together, in the order given. Equal beginnings of prompts share their cache."""
-        return await self.gate.run(self._serve, requests)
+        return await self.pauses.run(self._serve, requests)
 
     async def _serve(self, requests: list[GenerationRequest]) -> list[Completion]:
         check_ready(updating=self._next_version is not None, complete=self._complete, awake=self._awake)
@@ -308,7 +308,7 @@ class SGLangRolloutEngine(RolloutEngine):
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """End requests now; they complete with the tokens so far and reason ``"abort"``."""
         wanted = None if request_ids is None else set(request_ids)
-        self.gate.abort(wanted)
+        self.pauses.abort(wanted)
         self._abort_here(wanted)
 
     async def halt(self) -> None:
@@ -464,8 +464,8 @@ class SGLangRolloutEngine(RolloutEngine):
     # -- weights
 
     @property
-    def needs_base(self) -> bool:
-        """See :meth:`RolloutEngine.needs_base`: not while the base weights are there, or can be read again."""
+    def needs_base_weights(self) -> bool:
+        """See :meth:`RolloutEngine.needs_base_weights`: not while the base weights are there, or can be read again."""
         return not (self._values or self._unchanged(self._live_base()))
 
     async def begin_update(self, version: int) -> None:
@@ -507,7 +507,7 @@ class SGLangRolloutEngine(RolloutEngine):
             raise WeightSyncError("no weight update is running; call begin_update first")
         version = self._next_version
         try:
-            adapter_only = self.takes_adapter and not self._new_base and not self.needs_base
+            adapter_only = self.supports_lora_update and not self._new_base and not self.needs_base_weights
             self.manifest.end(adapter_only=adapter_only)
             if adapter_only and not self._values:
                 await self._send([(name, item.tensor) for name, item in (self._live_base() or {}).items()])

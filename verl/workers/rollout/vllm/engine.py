@@ -24,7 +24,7 @@ from verl.utils.device import get_torch_device
 from verl.utils.distributed import env_local_world_size, get_world_size, init_process_group
 from verl.workers.rollout.engine import RolloutEngine
 from verl.workers.rollout.lora import adapter_for, merge_instead
-from verl.workers.rollout.pausing import Call, Gate, check_ready, check_request, parts_of, with_partial
+from verl.workers.rollout.pausing import Call, PauseController, check_ready, check_request, parts_of, with_partial
 from verl.workers.rollout.policy_weights import LiveWeight, WeightManifest, split_adapter
 from verl.workers.rollout.settings import resolve_dtype, special_tokens, unsampled_of
 from verl.workers.rollout.types import (
@@ -68,7 +68,7 @@ class VLLMRolloutEngine(RolloutEngine):
     thread and event loop; between steps the loop gets a turn.
 
     With ``rollout.tensor_model_parallel_size`` above 1, ``generate_many`` is collective over the ranks that share the
-    weights: each calls it with its own requests, possibly none, and gets its own completions. Where ``on_round`` is
+    weights: each calls it with its own requests, possibly none, and gets its own completions. Where ``on_tp_work`` is
     set, this rank alone gets requests, whenever they come, and calls the others in by it; its event loop must live on.
 
     vLLM applies min-p before top-p, the built-in engine after it; with both filters set the kept tokens can differ.
@@ -153,8 +153,8 @@ class VLLMRolloutEngine(RolloutEngine):
             else:
                 merge_instead(rollout_config, problem)
                 self.manifest.without_adapter()
-        self.takes_adapter = self._adapter is not None
-        self.gate = Gate("vllm", self.vocab_size)
+        self.supports_lora_update = self._adapter is not None
+        self.pauses = PauseController("vllm", self.vocab_size)
         #: parts that the caller wants ready, and parts whose memory is really held
         self._awake: set[MemoryPart] = set(MEMORY_PARTS)
         self._resident: set[MemoryPart] = set(MEMORY_PARTS)
@@ -183,10 +183,12 @@ class VLLMRolloutEngine(RolloutEngine):
 
     async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Serve requests together, in the order given. Equal prompts share their cache where blocks are full."""
-        return await self.gate.run(self._serve, requests, collective=self._group is not None and self.on_round is None)
+        return await self.pauses.run(
+            self._serve, requests, collective=self._group is not None and self.on_tp_work is None
+        )
 
-    async def join_round(self) -> None:
-        """Serve with the rank that has ``on_round`` until nothing is left; to be called whenever that is."""
+    async def tp_step(self) -> None:
+        """Serve with the rank that has ``on_tp_work`` until nothing is left; to be called whenever that is."""
         await self._serve([])
 
     async def _serve(self, requests: list[GenerationRequest]) -> list[Completion]:
@@ -196,7 +198,7 @@ class VLLMRolloutEngine(RolloutEngine):
             for request in requests:
                 self._check_request(request)
         except RolloutError as error:
-            if self._group is None or self.on_round is not None:
+            if self._group is None or self.on_tp_work is not None:
                 raise
             # the other ranks wait for this one: take part without requests, then complain
             problem, requests = error, []
@@ -213,12 +215,12 @@ class VLLMRolloutEngine(RolloutEngine):
             self._tickets[key] = _Ticket(request, call, index)
             self._inbox.append((self._tickets[key], _with_seed(request, key)))
         if self._driver is None or self._driver.done():
-            if self.on_round is not None:
-                self.on_round()
+            if self.on_tp_work is not None:
+                self.on_tp_work()
             self._driver = loop.create_task(self._drive())
         try:
             completions = await call.future if requests else []
-            if self._group is not None and self.on_round is None:
+            if self._group is not None and self.on_tp_work is None:
                 await asyncio.shield(self._driver)  # the other ranks need this one until the last of their requests
         except asyncio.CancelledError:
             self._unwanted.update(mine)
@@ -230,7 +232,7 @@ class VLLMRolloutEngine(RolloutEngine):
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """End requests now; they complete with the tokens so far and reason ``"abort"``."""
         wanted = None if request_ids is None else set(request_ids)
-        self.gate.abort(wanted)
+        self.pauses.abort(wanted)
         self._abort_here(wanted)
 
     async def halt(self) -> None:
@@ -472,8 +474,8 @@ class VLLMRolloutEngine(RolloutEngine):
     # -- weights
 
     @property
-    def needs_base(self) -> bool:
-        """See :meth:`RolloutEngine.needs_base`: not while the base weights are here, or can be read again."""
+    def needs_base_weights(self) -> bool:
+        """See :meth:`RolloutEngine.needs_base_weights`: not while the base weights are here, or can be read again."""
         if self._values:
             return False
         return self._live is None or not all(
@@ -492,7 +494,7 @@ class VLLMRolloutEngine(RolloutEngine):
         self._begun = set()
         self.manifest.begin()
         self._next_version = version
-        if not self.takes_adapter:
+        if not self.supports_lora_update:
             self._begin("weights")
 
     def _begin(self, part: str) -> None:
@@ -527,16 +529,16 @@ class VLLMRolloutEngine(RolloutEngine):
         elif self._arriving is not None:
             self._arriving.update({name: LiveWeight.of(tensor) for name, tensor in arrived})
 
-    def weight_parts(self, names: Iterable[str]) -> dict[str, list[WeightPart]] | None:
-        """This rank's share of the weights; see :meth:`RolloutEngine.weight_parts`."""
+    def shard_views(self, names: Iterable[str]) -> dict[str, list[WeightPart]] | None:
+        """This rank's share of the weights; see :meth:`RolloutEngine.shard_views`."""
         if self._next_version is None:
             raise WeightSyncError("weights are written outside of an update; call begin_update first")
         self._begin("weights")
         parts: dict[str, list[WeightPart]] | None = self._rpc("verl_parts", list(names))
         return parts
 
-    def parts_written(self, names: Iterable[str]) -> None:
-        """See :meth:`RolloutEngine.parts_written`."""
+    def mark_loaded(self, names: Iterable[str]) -> None:
+        """See :meth:`RolloutEngine.mark_loaded`."""
         self.manifest.note(names)
         self._arriving = None
 
@@ -547,7 +549,7 @@ class VLLMRolloutEngine(RolloutEngine):
         version = self._next_version
         try:
             new_base = "weights" in self._begun
-            self.manifest.end(adapter_only=self.takes_adapter and not new_base and not self.needs_base)
+            self.manifest.end(adapter_only=self.supports_lora_update and not new_base and not self.needs_base_weights)
             self._drop_cache(WeightSyncError)
             if new_base:
                 self._rpc("verl_end_update")
