@@ -42,7 +42,7 @@ def user(content: str) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def ledgers(talk: Conversation) -> list[Any]:
+def token_trajectories(talk: Conversation) -> list[Any]:
     return [*talk.earlier, talk.token_trajectory]
 
 
@@ -160,7 +160,7 @@ def test_every_row_is_what_the_model_saw_and_each_token_is_trained_on_once(
         sampled.append((list(talk.token_trajectory.context), completion.token_ids))
         talk.add_sampled(completion)
         assert talk.add([user(f"say {answer}")])
-    rows = ledgers(talk)
+    rows = token_trajectories(talk)
     trained = []
     for token_trajectory in rows:
         token_trajectory.check()

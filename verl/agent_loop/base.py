@@ -109,11 +109,11 @@ class AgentLoopOutput:
 
         A last row in which the model did not speak any more is left out.
         """
-        ledgers = [*earlier, token_trajectory]
-        while len(ledgers) > 1 and not any(ledgers[-1].mask):
-            ledgers.pop()
-        token_trajectory = ledgers[-1]
-        hashes = [name for one in ledgers for name in one.state_hashes()]
+        lines = [*earlier, token_trajectory]
+        while len(lines) > 1 and not any(lines[-1].mask):
+            lines.pop()
+        token_trajectory = lines[-1]
+        hashes = [name for one in lines for name in one.state_hashes()]
         extra = {"state_hashes": hashes, **fields.pop("extra_fields", {})}
         return cls(
             prompt_ids=token_trajectory.prompt_ids,
@@ -122,10 +122,10 @@ class AgentLoopOutput:
             response_logprobs=token_trajectory.log_probs,
             policy_versions=token_trajectory.version_range(),
             token_versions=token_trajectory.versions,
-            num_turns=fields.pop("num_turns", sum(one.num_turns for one in ledgers) + 1),
+            num_turns=fields.pop("num_turns", sum(one.num_turns for one in lines) + 1),
             extra_fields=extra,
             images=token_trajectory.images,
-            earlier=[cls._tokens(one) for one in ledgers[:-1]],
+            earlier=[cls._tokens(one) for one in lines[:-1]],
             **fields,
         )
 
