@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,15 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.agent_loop.chat_templates import ADDED, TEMPLATES, chat_tokenizer, control_ids, ids_of
-from tests.agent_loop.script import TOKENIZER, config, row, run
+from tests.agent_loop.script import TOKENIZER, batch_of, config, row, run
 from verl.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.agent_loop.base import AGENT_LOOPS
-from verl.agent_loop.batch import EARLIER_ROWS, Trajectory, batch_from_trajectories, expand_extra, turn_ends
 from verl.agent_loop.conversation import Conversation
 from verl.agent_loop.runner import AgentLoopRunner
 from verl.agent_loop.templating import ChatTemplater
 from verl.config import PPOConfig, load_config
 from verl.errors import ConfigError, DataError
+from verl.trajectories import Sample, turn_ends
+from verl.trajectories.batch import EARLIER_ROWS
 from verl.workers.rollout.types import Completion
 
 PROMPT = [{"role": "user", "content": "what is 2*3?"}]
@@ -106,9 +108,7 @@ def test_what_was_cut_off_is_known() -> None:
         AgentLoopOutput([1], [2] * count, [1] * count, [0.0] * count, overlong=given)
         for count, given in ((4, None), (3, None), (4, False), (2, True))
     ]
-    batch = batch_from_trajectories(
-        [Trajectory(output, {}) for output in outputs], prompt_length=2, response_length=4, pad_token_id=0
-    )
+    batch = batch_of([Sample([output.trajectory()]) for output in outputs], prompt_length=2, response_length=4)
     assert batch.batch["overlong"].tolist() == [True, False, False, True]
 
 
@@ -219,13 +219,12 @@ def test_a_batch_has_the_last_row_and_the_earlier_ones_beside_it() -> None:
     )
     assert [trajectory.aborted for trajectory in trajectories] == [None, None]
     assert trajectories[0].info["counts"] == {"forked_rows": 1}
-    batch = batch_from_trajectories(trajectories, prompt_length=32, response_length=32, pad_token_id=0, forks=True)
+    batch = batch_of(trajectories, prompt_length=32, response_length=32, forks=True)
     assert batch.batch["policy_version"].tolist() == [[0, 1]] * 2
     (earlier,) = batch.non_tensor_batch[EARLIER_ROWS][0]
     assert earlier["response_ids"][0] == 30
     assert earlier["turn_scores"] == [0.25]
-    whole = expand_extra(batch)
-    assert whole.batch["turn_scores"].sum(1).tolist() == [0.75, 0.75], "the trajectory's score is whole"
+    assert batch.batch["turn_scores"].sum(1).tolist() == [0.75, 0.75], "the trajectory's score is whole"
 
 
 def test_rows_that_were_not_asked_for_are_refused() -> None:
@@ -239,10 +238,9 @@ def test_rows_that_were_not_asked_for_are_refused() -> None:
 def test_scores_must_fit_the_turns_of_all_rows() -> None:
     runner = AgentLoopRunner(config(multi_turn={"on_history_rewrite": "fork"}), TOKENIZER)
     trajectories = run(runner, lambda text: "ok<|end|>", [row("0", agent_name="two_rows")])
-    trajectories[0].output.extra_fields["turn_scores"] = [1.0, 2.0, 3.0]
-    batch = batch_from_trajectories(trajectories, prompt_length=32, response_length=32, pad_token_id=0, forks=True)
+    wrong = Sample([replace(trajectories[0].trajectory, turn_scores=[1.0, 2.0, 3.0])], trajectories[0].info)
     with pytest.raises(DataError, match="gave 3 turn_scores for 2 turns"):
-        expand_extra(batch)
+        batch_of([wrong], prompt_length=32, response_length=32, forks=True)
 
 
 @pytest.mark.parametrize("key", ["algorithm.use_pf_ppo=True"])

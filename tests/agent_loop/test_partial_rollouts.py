@@ -17,13 +17,14 @@ from tests.agent_loop.script import TOKENIZER, Scripted, config, row
 from tests.agent_loop.ticking import Ticking, length_of, log_prob_of, token_of
 from verl.agent_loop import AgentLoopBase, AgentLoopOutput, EngineGenerator, register
 from verl.agent_loop.base import AGENT_LOOPS
-from verl.agent_loop.batch import Row, Trajectory
+from verl.agent_loop.batch import Row
 from verl.agent_loop.partial_rollouts import CutOff, RecordedCompletion
 from verl.agent_loop.runner import AgentLoopRunner
 from verl.config import ModelConfig
 from verl.errors import RolloutError
 from verl.tools import function_tool
 from verl.tools.parsers import PARSERS, ParsedTurn, ToolCall, ToolParser, register_parser
+from verl.trajectories import Sample
 from verl.utils.tokenizer import load_tokenizer
 from verl.workers.rollout.hf.engine import HFRolloutEngine
 from verl.workers.rollout.pausing import with_partial
@@ -55,23 +56,23 @@ def rows_of(count: int, **fields: Any) -> list[Row]:
     return [Row(str(i), {"temperature": 1.0, "seed": i}, row(content=f"{i}", **fields).fields) for i in range(count)]
 
 
-def going_on(rows: Sequence[Row], trajectories: Sequence[Trajectory]) -> list[Row]:
+def going_on(rows: Sequence[Row], trajectories: Sequence[Sample]) -> list[Row]:
     """The rows of the next step: their recorded completions have been through a checkpoint."""
     out = []
     for one, trajectory in zip(rows, trajectories, strict=True):
         if trajectory.unfinished is None:
             out.append(replace(one, ended=True))
         else:
-            recorded = tuple(RecordedCompletion.from_plain(done.to_plain()) for done in trajectory.unfinished)
+            recorded = tuple(map(RecordedCompletion.from_plain, trajectory.unfinished))
             out.append(replace(one, recorded=recorded))
     return out
 
 
 def carried(
     runner: AgentLoopRunner, rows: Sequence[Row], generators: Sequence[Any], group_size: int = 1
-) -> list[Trajectory]:
+) -> list[Sample]:
     """Run rows over several steps, each with its generator and one more complete group, the last one to the end."""
-    ended: dict[str, Trajectory] = {}
+    ended: dict[str, Sample] = {}
     waiting = list(rows)
     for number, generator in enumerate(generators, start=1):
         last = number == len(generators)
@@ -123,12 +124,12 @@ def test_a_sample_stopped_several_times_has_all_versions() -> None:
     trajectories = carried(single_turns(), rows, steps)
     several = 0
     for seed, trajectory in enumerate(trajectories):
-        output = trajectory.output
+        output = trajectory.trajectory.last
         count = length_of(seed, 40)
         assert output.response_ids == [token_of(seed, place) for place in range(count)]
         assert output.token_versions == sorted(output.token_versions or [])
         expected = [log_prob_of(version, place) for place, version in enumerate(output.token_versions or [])]
-        assert output.response_logprobs == pytest.approx(expected)
+        assert output.log_probs == pytest.approx(expected)
         several += len(set(output.token_versions or [])) > 2
     assert several, "some samples must have been stopped twice"
     assert sum(step.sampled for step in steps) == sum(length_of(seed, 40) for seed in range(8)), "nothing is lost"
@@ -144,7 +145,7 @@ def test_groups_that_must_be_complete_are_waited_for_and_others_are_not_begun() 
     few = asyncio.run(single_turns(max_concurrent=2).run(rows_of(8), Ticking(), cut=CutOff([False] * 8, 2, 1)))
     begun = [trajectory for trajectory in few if trajectory.unfinished is None or trajectory.unfinished]
     assert len(begun) < 8
-    assert [trajectory.unfinished for trajectory in few].count(()) == 8 - len(begun)
+    assert [trajectory.unfinished for trajectory in few].count([]) == 8 - len(begun)
     with pytest.raises(RolloutError, match="7 rows are no whole number of groups of 2"):
         CutOff([False] * 7, 2, 1)
 
@@ -154,7 +155,7 @@ def test_no_row_is_begun_when_enough_are_complete_already() -> None:
     engine = Ticking()
     got = asyncio.run(single_turns().run(rows, engine, cut=CutOff([False] * 4, 2, 1)))
     assert engine.sampled == 0
-    assert [trajectory.unfinished for trajectory in got] == [None, None, (), ()]
+    assert [trajectory.unfinished for trajectory in got] == [None, None, [], []]
 
 
 def test_a_slow_tool_is_not_waited_for_and_is_released() -> None:
@@ -187,7 +188,7 @@ def test_a_slow_tool_is_not_waited_for_and_is_released() -> None:
     assert "slow" in released
     assert got[1].unfinished is None
     (done,) = got[0].unfinished or ()
-    assert TOKENIZER.decode(done.completion.token_ids) == call, "the turn before the tool is kept"
+    assert TOKENIZER.decode(done["token_ids"]) == call, "the turn before the tool is kept"
 
 
 def test_a_tool_that_answers_differently_the_second_time_is_answered_afresh() -> None:
@@ -226,11 +227,11 @@ def test_a_tool_that_answers_differently_the_second_time_is_answered_afresh() ->
     rows = [row("slow", "slow"), row("fast", "fast")]
     generator = Script(script, seconds=0.05)
     got = asyncio.run(runner.run(rows, generator, cut=CutOff([False, False], 1, 1)))
-    assert [done.completion.finish_reason for done in got[0].unfinished or ()] == ["stop", "abort"]
+    assert [done["finish_reason"] for done in got[0].unfinished or ()] == ["stop", "abort"]
     asked = len(generator.requests)
     again = asyncio.run(runner.run(going_on(rows, got), generator, cut=CutOff([False, False], 1, 2)))
-    assert TOKENIZER.decode(again[0].output.response_ids).endswith("after number 1<|end|>")
-    assert "number 0" not in TOKENIZER.decode(again[0].output.response_ids)
+    assert TOKENIZER.decode(again[0].trajectory.last.response_ids).endswith("after number 1<|end|>")
+    assert "number 0" not in TOKENIZER.decode(again[0].trajectory.last.response_ids)
     assert again[0].info["counts"]["replays_diverged"] == 1
     assert len(generator.requests) == asked + 1, "the first turn is played back, the second sampled"
     assert generator.requests[-1].partial is None
@@ -275,7 +276,7 @@ def test_a_loop_that_does_not_end_when_stopped_is_left_to_itself(
     monkeypatch.setattr("verl.agent_loop.partial_rollouts._GRACE_S", 0.2)
     rows = [*rows_of(1, agent_name="stubborn"), *rows_of(1)]
 
-    async def run() -> list[Trajectory]:
+    async def run() -> list[Sample]:
         got = await single_turns().run(rows, Ticking(), cut=CutOff([False] * 2, 1, 1))
         monkeypatched.clear()
         return got
@@ -314,8 +315,8 @@ def test_two_generations_at_the_same_time_are_both_kept() -> None:
     whole = asyncio.run(single_turns().run(rows, Ticking()))
     pieces = carried(single_turns(), rows, [Ticking(version) for version in range(4)])
     for one, other in zip(whole, pieces, strict=True):
-        assert one.output.response_ids == other.output.response_ids
-        assert all(v < 4 for v in other.output.token_versions or [])
+        assert one.trajectory.last.response_ids == other.trajectory.last.response_ids
+        assert all(v < 4 for v in other.trajectory.last.token_versions or [])
 
 
 # ---- with a real engine ------------------------------------------------------------------------------------------
@@ -384,18 +385,18 @@ def test_log_probs_of_carried_rows_are_those_of_the_recorded_weights(
     trajectories = carried(runner, rows, Steps(engines(tiny_model_dir, models), 3), group_size=2)  # type: ignore[arg-type]
     mixed = 0
     for trajectory in trajectories:
-        output = trajectory.output
+        output = trajectory.trajectory.last
         ids = torch.tensor([output.prompt_ids + output.response_ids])
         fresh = [model(input_ids=ids).logits[0].float().log_softmax(-1) for model in models]
         start = len(output.prompt_ids)
         assert output.token_versions is not None
-        assert output.response_logprobs is not None
+        assert output.log_probs is not None
         for column, version in enumerate(output.token_versions):
             if not output.response_mask[column]:
                 assert version == -1
                 continue
             expected = fresh[version][start + column - 1, output.response_ids[column]].item()
-            assert abs(expected - output.response_logprobs[column]) < 1e-4
+            assert abs(expected - output.log_probs[column]) < 1e-4
         mixed += len({version for version in output.token_versions if version >= 0}) > 1
     assert mixed, "some rows must have tokens of several policies"
 
@@ -410,5 +411,5 @@ def test_under_the_same_weights_a_carried_sample_is_the_uninterrupted_one(
     whole = asyncio.run(runner.run(rows, engine))
     pieces = carried(runner, rows, [engine] * 4, group_size=2)
     for one, other in zip(whole, pieces, strict=True):
-        assert one.output.response_ids == other.output.response_ids
-        assert one.output.response_logprobs == pytest.approx(other.output.response_logprobs, abs=1e-4)
+        assert one.trajectory.last.response_ids == other.trajectory.last.response_ids
+        assert one.trajectory.last.log_probs == pytest.approx(other.trajectory.last.log_probs, abs=1e-4)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 from verl.agent_loop.token_trajectory import TokenTrajectory
 from verl.errors import ConfigError, RolloutError
 from verl.tools.toolbox import ToolLimits
+from verl.trajectories import Segment, Trajectory
 from verl.utils.dynamic_import import load_target, read_yaml
 from verl.utils.registry import Registry
 from verl.utils.seeding import derive_seed
@@ -128,6 +129,45 @@ class AgentLoopOutput:
             earlier=[cls._tokens(one) for one in lines[:-1]],
             **fields,
         )
+
+    def trajectory(self) -> Trajectory:
+        """The record that scoring and training read."""
+        columns = dict(self.extra_fields)
+        turn_scores = columns.pop("turn_scores", None)
+        return Trajectory(
+            [one._segment() for one in (*self.earlier, self)],
+            score=self.reward_score,
+            turn_scores=turn_scores,
+            num_turns=self.num_turns,
+            columns=columns,
+            images=self._images_behind_prompt(),
+        )
+
+    def _segment(self) -> Segment:
+        return Segment(
+            self.prompt_ids,
+            self.response_ids,
+            self.response_mask,
+            self.response_logprobs,
+            self.token_versions,
+            self.policy_versions,
+            self.overlong,
+        )
+
+    def _images_behind_prompt(self) -> dict[str, Any] | None:
+        images = self.images
+        if images is None:
+            return None
+        assert images.starts is not None
+        count = sum(at < len(self.prompt_ids) for at in images.starts)
+        if count == len(images.keys):
+            return None
+        more = images.behind(count)
+        return {
+            "pixel_values": more.pixel_values,
+            "image_grid_thw": more.grid_thw,
+            "image_starts": list(images.starts),
+        }
 
     @classmethod
     def _tokens(cls, token_trajectory: TokenTrajectory) -> AgentLoopOutput:

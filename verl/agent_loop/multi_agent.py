@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from verl.agent_loop.base import AgentContext, AgentLoopBase, AgentLoopOutput, register
 from verl.agent_loop.conversation import Conversation, open_conversation
 from verl.agent_loop.environment_session import limited, with_opening
-from verl.agent_loop.rows import PLAYER
 from verl.agent_loop.tool_agent import messages_of_row, need_chat_template
 from verl.errors import ConfigError, RolloutError
 from verl.rewards.outcome import checked_score
 from verl.tools.threads import run_in_thread
+from verl.trajectories.batch import PLAYER
 from verl.utils.dynamic_import import load_target
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from verl.agent_loop.batch import ROW_FIELDS
 from verl.agent_loop.runner import AgentLoopRunner
 from verl.algorithms.kl import get_kl_controller
 from verl.algorithms.registry import fields_needed, get_adv_estimator_fn
@@ -36,6 +35,7 @@ from verl.trainer.ppo.sources.over_sampling import OverSamplingSource
 from verl.trainer.ppo.validation import Validator
 from verl.trainer.ray_session import ray_session
 from verl.trainer.run_record import open_run, write_record
+from verl.trajectories.batch import ROW_FIELDS
 from verl.utils.device import resolve_device
 from verl.utils.fs import ensure_writable_dir
 from verl.utils.run_lock import locked

@@ -13,11 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from verl.agent_loop.batch import expand_extra, with_more_images
-from verl.agent_loop.rows import expand_rows, in_groups
 from verl.errors import CheckpointError, DataError
 from verl.protocol import DataProto
 from verl.trainer.ppo.placement import Rollout
+from verl.trajectories.batch import from_envelope, has_samples, join_samples
 from verl.utils.timing import StepTimer
 from verl.workers.rollout.batch import pop_metrics
 
@@ -90,20 +89,8 @@ def generate(
     counted = pop_metrics(answers)
     if metrics is not None:
         metrics.update(counted)
-    # the prompt-only forms are superseded by the whole sequences
-    return with_answers(batch.select(batch_keys=["sample_index"]), answers)
-
-
-def with_answers(rows: DataProto, answers: DataProto) -> DataProto:
-    """Rows with what the rollout has made of them, and with the further rows that agent loops give.
-
-    Args:
-        rows: one for each trajectory, with ``uid`` and ``sample_index``.
-        answers: of the rollout, row by row.
-    """
-    answers, origin = expand_rows(answers)
-    answers = expand_extra(answers)
-    return with_more_images(rows.union(answers) if origin is None else in_groups(rows, answers, origin))
+    rows = batch.select(batch_keys=["sample_index"])  # the prompt-only forms are superseded by the whole sequences
+    return join_samples(rows, *from_envelope(answers)) if has_samples(answers) else rows.union(answers)
 
 
 class SyncSource:

@@ -39,16 +39,33 @@ def to_plain(batch: DataProto, *, what: str, instead: str) -> dict[str, Any]:
     """
     # clones, because a saved view would carry the whole batch that it was cut from
     tensors = {name: value.clone() for name, value in batch.batch.items()}
-    columns = {}
-    for name, values in batch.non_tensor_batch.items():
-        try:
-            columns[name] = [_plain(value) for value in values]
-        except TypeError as error:
-            raise CheckpointError(
-                f"{what} have a {error} in column {name!r}, which a checkpoint cannot hold; leave the column out of "
-                f"the data set, or {instead}"
-            ) from None
+    columns = {
+        name: [plain_value(value, what=what, instead=instead, column=name) for value in values]
+        for name, values in batch.non_tensor_batch.items()
+    }
     return {"tensors": tensors, "columns": columns}
+
+
+def plain_value(value: Any, *, what: str, instead: str, column: str | None = None) -> Any:
+    """Something that a batch or a sample holds, as dicts, lists, tensors, strings and numbers.
+
+    Args:
+        value: to describe.
+        what: is kept, for the error message.
+        instead: what else the user can do if it cannot be saved.
+        column: that holds it; None: an extra field of an agent loop.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    try:
+        return _plain(value)
+    except TypeError as error:
+        where = "an extra field of an agent loop" if column is None else f"column {column!r}"
+        remedy = "return no such field" if column is None else "leave the column out of the data set"
+        raise CheckpointError(
+            f"{what} have a {error} in {where}, which a checkpoint cannot hold; {remedy}, or {instead}"
+        ) from None
 
 
 def from_plain(state: dict[str, Any]) -> DataProto:

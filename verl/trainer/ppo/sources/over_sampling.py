@@ -9,19 +9,19 @@ import numpy as np
 import torch
 
 from verl.agent_loop.batch import CARRIED, CUT_OFF, ENDED
-from verl.data.collate import object_array
 from verl.errors import CheckpointError, RolloutError
 from verl.protocol import DataProto
 from verl.trainer.ppo.placement import Rollout
-from verl.trainer.ppo.sources.base import Score, SyncSource, with_answers, with_samples, without_surplus
-from verl.trainer.ppo.sources.kept_batches import from_plain, join, to_plain
+from verl.trainer.ppo.sources.base import Score, SyncSource, with_samples, without_surplus
+from verl.trainer.ppo.sources.kept_batches import from_plain, join, plain_value, to_plain
+from verl.trajectories import Sample
+from verl.trajectories.batch import Layout, from_envelope, join_samples
+from verl.utils.arrays import object_array
 from verl.utils.timing import StepTimer
 from verl.workers.rollout.batch import pop_metrics
 
 _KEPT = "the trajectories carried to the next step"
 _INSTEAD = "set actor_rollout_ref.rollout.partial_rollout=False"
-#: what only this source and the agent loops read
-_OWN = ("unfinished", "must_finish", "born_step", CARRIED)
 
 
 class OverSamplingSource(SyncSource):
@@ -65,7 +65,7 @@ class OverSamplingSource(SyncSource):
         self.parts = parts
         self._prompts: DataProto | None = None  # drawn, but not begun
         self._rows: DataProto | None = None  # what the samples in progress were asked, the oldest first
-        self._results: DataProto | None = None  # how far they are, row by row
+        self._samples: list[Sample] = []  # how far they are, row by row
         self._begun = 0  # samples begun in the current step
 
     def next_batch(self, step: int, timer: StepTimer) -> tuple[DataProto, dict[str, float]]:
@@ -80,8 +80,8 @@ class OverSamplingSource(SyncSource):
         prefix = self._count_call(step)
         with timer("gen"):
             started = self._begin(step, prefix)
-            rows, results, counted = self._generate(step)
-            batch, numbers = self._take(step, rows, results)
+            rows, samples, layout, counted = self._generate(step)
+            batch, numbers = self._take(step, rows, samples, layout)
         with timer("reward"):
             metrics = self.score(batch)
         return batch, metrics | counted | {"over_sampling/started": float(started)} | numbers
@@ -105,17 +105,17 @@ class OverSamplingSource(SyncSource):
         self._rows = rows if self._rows is None else join([self._rows, rows])
         return missing
 
-    def _generate(self, step: int) -> tuple[DataProto, DataProto, dict[str, float]]:
-        """Let all groups go on until enough are complete; returns the rows, how far they are and what was counted."""
+    def _generate(self, step: int) -> tuple[DataProto, list[Sample], Layout, dict[str, float]]:
+        """Let all groups go on until enough are complete.
+
+        Returns:
+            The rows, how far they are, how they become a batch, and what was counted.
+        """
         rows = self._rows
         assert rows is not None
-        held = self._results
-        known = 0 if held is None else len(held)
-        carried: list[Any] = [None] * len(rows)
-        if held is not None:
-            stopped = held.batch["unfinished"].tolist()
-            recorded = held.non_tensor_batch[CARRIED]
-            carried[:known] = [recorded[row] if stopped[row] else ENDED for row in range(known)]
+        held = self._samples
+        carried: list[Any] = [ENDED if sample.unfinished is None else sample.unfinished for sample in held]
+        carried += [None] * (len(rows) - len(held))
         tensors = ("input_ids", "attention_mask", "sample_index", "born_step")
         columns = [name for name in self.row_fields if name in rows.non_tensor_batch]
         request = rows.select(batch_keys=tensors, non_tensor_batch_keys=columns, meta_info_keys=[])
@@ -127,39 +127,43 @@ class OverSamplingSource(SyncSource):
         request = request.select_idxs(order)
         cut_off = {"groups": count, "keep": self.groups, "group_size": self.n}
         request.meta_info.update({"step": step, "validate": False, CUT_OFF: cut_off})
-        results = self.rollout.generate_sequences(request)
-        counted = pop_metrics(results)
-        results = results.select_idxs(np.argsort(order))
-        if held is not None:
-            _copy(held, results, [row for row in range(known) if carried[row] is ENDED])
-        return rows, results, counted
+        answers = self.rollout.generate_sequences(request)
+        counted = pop_metrics(answers)
+        made, layout = from_envelope(answers)
+        samples = [made[place] for place in np.argsort(order)]
+        samples[: len(held)] = [old if old.unfinished is None else new for old, new in zip(held, samples, strict=False)]
+        return rows, samples, layout, counted
 
-    def _take(self, step: int, rows: DataProto, results: DataProto) -> tuple[DataProto, dict[str, float]]:
+    def _take(
+        self, step: int, rows: DataProto, samples: list[Sample], layout: Layout
+    ) -> tuple[DataProto, dict[str, float]]:
         """The batch of this step; what is left is carried or dropped."""
-        unfinished = results.batch["unfinished"]
-        complete = (~unfinished.reshape(-1, self.n).any(1)).nonzero().flatten().tolist()
+        stopped = [sample.unfinished is not None for sample in samples]
+        count = len(samples) // self.n
+        complete = [group for group in range(count) if not any(stopped[group * self.n : (group + 1) * self.n])]
         if len(complete) < self.groups:
             raise RolloutError(
                 f"step {step}: generation ended with {len(complete)} complete groups, {self.groups} are needed"
             )
         chosen = complete[: self.groups]
-        left = sorted(set(range(len(rows) // self.n)) - set(chosen))
+        left = sorted(set(range(count)) - set(chosen))
         kept = self._rows_of(left)
         numbers = {
-            "over_sampling/stopped": float(unfinished.sum()),
+            "over_sampling/stopped": float(sum(stopped)),
             "over_sampling/dropped": 0.0 if self.carry else float(len(kept)),
             "over_sampling/carried": float(len(kept)) if self.carry else 0.0,
         }
-        self._rows = self._results = None
+        self._rows, self._samples = None, []
         if self.carry:
-            numbers["over_sampling/carried_tokens"] = float(_sampled_tokens(results, kept))
-            if len(kept):
-                self._rows, self._results = rows.select_idxs(kept), results.select_idxs(kept)
+            waiting = [samples[row] for row in kept]
+            numbers["over_sampling/carried_tokens"] = float(sum(map(_sampled_tokens, waiting)))
+            if waiting:
+                self._rows, self._samples = rows.select_idxs(kept), waiting
         taken = self._rows_of(chosen)
         chosen_rows = rows.select_idxs(taken).select(batch_keys=["sample_index"])
         # places in this batch; those in the step that began a sample have served as its seed
         chosen_rows.batch["sample_index"] = torch.arange(len(chosen_rows))
-        return with_answers(chosen_rows, _without_own(results.select_idxs(taken))), numbers
+        return join_samples(chosen_rows, [samples[row] for row in taken], layout), numbers
 
     def _rows_of(self, groups: Sequence[int]) -> np.ndarray:
         """Row numbers of the samples of groups."""
@@ -167,23 +171,29 @@ class OverSamplingSource(SyncSource):
 
     def state_dict(self) -> dict[str, Any]:
         """Place in the data, prompts that were drawn and not begun, and the trajectories that are carried."""
-        kept = {"prompts": self._prompts, "rows": self._rows, "results": self._results}
+        kept = {"prompts": self._prompts, "rows": self._rows}
         plain = {
             name: None if batch is None else to_plain(batch, what=_KEPT, instead=_INSTEAD)
             for name, batch in kept.items()
         }
-        return {"loader": super().state_dict(), **plain}
+        samples = [plain_value(sample.to_plain(), what=_KEPT, instead=_INSTEAD) for sample in self._samples]
+        return {"loader": super().state_dict(), **plain, "samples": samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken, or with nothing carried from a source without over-sampling."""
-        self._prompts = self._rows = self._results = None
+        self._prompts, self._rows, self._samples = None, None, []
         state = without_surplus(state)
         super().load_state_dict(state.get("loader", state))
         if "loader" not in state:
             return
-        self._prompts, rows, self._results = (
-            None if state[name] is None else from_plain(state[name]) for name in ("prompts", "rows", "results")
-        )
+        if state.get("results") is not None:
+            raise CheckpointError(
+                "the checkpoint carries unfinished samples in the form of an earlier version. Resume it with that "
+                "version for one step that is saved, with actor_rollout_ref.rollout.partial_rollout=False; its "
+                "checkpoint carries none and goes on here"
+            )
+        self._prompts, rows = (None if state[name] is None else from_plain(state[name]) for name in ("prompts", "rows"))
+        self._samples = [Sample.from_plain(one) for one in state.get("samples", ())]
         if rows is not None and (len(rows) % self.n or len(rows) > self.in_progress * self.n):
             raise CheckpointError(
                 f"the checkpoint carries {len(rows)} samples to the next step, which are not at most "
@@ -193,26 +203,6 @@ class OverSamplingSource(SyncSource):
         self._rows = rows
 
 
-def _copy(source: DataProto, target: DataProto, rows: Sequence[int]) -> None:
-    """Put rows of one batch into the same places of another with the same fields."""
-    if not rows:
-        return
-    places = torch.tensor(rows)
-    for name, values in target.batch.items():
-        values[places] = source.batch[name][places]
-    for name, values in target.non_tensor_batch.items():
-        for row in rows:
-            values[row] = source.non_tensor_batch[name][row]
-
-
-def _without_own(batch: DataProto) -> DataProto:
-    tensors = [name for name in batch.batch.keys() if name not in _OWN]  # noqa: SIM118
-    columns = [name for name in batch.non_tensor_batch if name not in _OWN]
-    return batch.select(batch_keys=tensors, non_tensor_batch_keys=columns)
-
-
-def _sampled_tokens(results: DataProto, rows: np.ndarray) -> int:
-    """Tokens that the model has sampled so far in some rows."""
-    finished = int(results.batch["response_mask"][torch.from_numpy(rows)].sum())
-    recorded = [done for row in rows for done in results.non_tensor_batch[CARRIED][row] or ()]
-    return finished + sum(len(done["token_ids"]) for done in recorded)
+def _sampled_tokens(sample: Sample) -> int:
+    """Tokens that the model has sampled so far."""
+    return sum(sample.trajectory.last.sampled) + sum(len(one["token_ids"]) for one in sample.unfinished or ())
