@@ -6,7 +6,7 @@ rewrites the history of a conversation. All of them are ragged. ``collate`` is t
 ``join_samples`` makes the batch of the controller from the samples of a step.
 """
 
-from verl.trajectories.collate import collate, position_ids_from_mask
+from verl.trajectories.collate import collate, position_ids_from_mask, uncollate
 from verl.trajectories.types import Sample, Segment, Trajectory, turn_ends
 
-__all__ = ["Sample", "Segment", "Trajectory", "collate", "position_ids_from_mask", "turn_ends"]
+__all__ = ["Sample", "Segment", "Trajectory", "collate", "position_ids_from_mask", "turn_ends", "uncollate"]

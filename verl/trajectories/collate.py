@@ -1,8 +1,9 @@
-"""Segments as padded tensors: the only place that lays out the tokens of a batch."""
+"""Segments as padded tensors and back: the only place that lays out the tokens of a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,6 +72,23 @@ def collate(
         "token_versions": torch.where(sampled.bool(), torch.from_numpy(versions), -1),
         "overlong": torch.tensor(overlong, dtype=torch.bool),
     }
+
+
+def uncollate(batch: Any) -> list[Segment]:
+    """The tokens of a batch without padding, the inverse of :func:`collate`: prompts, responses and masks alone.
+
+    Args:
+        batch: ``prompts`` (B,P), ``responses`` (B,R), ``attention_mask`` (B,P+R), and ``response_mask`` (B,R) if the
+            policy did not write all tokens of the responses.
+    """
+    prompts, responses = batch["prompts"].cpu().numpy(), batch["responses"].cpu().numpy()
+    width = prompts.shape[1]
+    attention = batch["attention_mask"].cpu().bool().numpy()
+    written = batch["response_mask"].cpu().bool().numpy() if "response_mask" in batch else attention[:, width:]
+    return [
+        Segment(prompt[there[:width]].tolist(), response[there[width:]].tolist(), mask[there[width:]].tolist())
+        for prompt, response, there, mask in zip(prompts, responses, attention, written, strict=True)
+    ]
 
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
