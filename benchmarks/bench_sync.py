@@ -47,7 +47,8 @@ from verl.workers.sharding_manager.reshard.layout import (
     parallel_layout,
     pipeline_stages,
 )
-from verl.workers.sharding_manager.reshard.planner import Plan, plan
+from verl.workers.sharding_manager.reshard.plan import Plan
+from verl.workers.sharding_manager.reshard.planner import plan
 from verl.workers.sharding_manager.reshard.resharder import Resharder
 from verl.workers.sharding_manager.transports.base import Transport
 from verl.workers.sharding_manager.transports.broadcast import BroadcastTransport, transfer_group

@@ -14,7 +14,8 @@ from verl.workers.rollout.types import WeightPart
 from verl.workers.sharding_manager.base import ShardedSource, SyncReport, WeightSink
 from verl.workers.sharding_manager.reshard.held_weights import HeldWeights, Holding
 from verl.workers.sharding_manager.reshard.layout import Layout, Placement, TensorInfo
-from verl.workers.sharding_manager.reshard.planner import Plan, plan
+from verl.workers.sharding_manager.reshard.plan import Plan
+from verl.workers.sharding_manager.reshard.planner import plan
 from verl.workers.sharding_manager.reshard.resharder import Resharder
 from verl.workers.sharding_manager.sync import WeightSync, updating
 from verl.workers.sharding_manager.transports.base import in_buckets

@@ -23,7 +23,8 @@ from verl.workers.sharding_manager.reshard.layout import (
     pipeline_stages,
     replicated_layout,
 )
-from verl.workers.sharding_manager.reshard.planner import Plan, plan
+from verl.workers.sharding_manager.reshard.plan import Plan
+from verl.workers.sharding_manager.reshard.planner import plan
 
 SPLITS = dense_splits(kv_heads=2, vocab_multiple_of=4)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from verl.errors import WeightSyncError
 from verl.utils.distributed import get_rank
-from verl.workers.sharding_manager.reshard.planner import BucketItem, Plan, SliceMove
+from verl.workers.sharding_manager.reshard.plan import BucketItem, Plan, SliceMove
 
 
 @dataclass
