@@ -83,7 +83,6 @@ def sampling_settings(rollout_config: RolloutConfig, *, validate: bool) -> dict[
         "temperature": float(source.temperature) if source.do_sample else 0.0,
         "top_p": float(source.top_p),
         "top_k": int(source.top_k),
-        "min_p": float(getattr(source, "min_p", 0.0) or 0.0),
         "repetition_penalty": float(source.repetition_penalty),
         "ignore_eos": bool(rollout_config.ignore_eos),
     }
