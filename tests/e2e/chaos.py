@@ -58,6 +58,7 @@ class RunningTrainer:
             TAG: self.tag,
             "VERL_FILE_LOGGER_PATH": str(directory / "metrics.jsonl"),
             "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",
         }
         variables.pop("RAY_ADDRESS", None)
         own = {
