@@ -440,7 +440,7 @@ def test_what_is_being_sampled_is_given_up_with_its_trajectory(programs: Program
                 raise
 
     started = time.monotonic()
-    (trajectory,) = programs.run(sum_with_tool, Slow(lambda text: "ok<|end|>", seconds=30), agent={"timeout_s": 0.5})
+    (trajectory,) = programs.run(sum_with_tool, Slow(lambda text: "ok<|end|>", seconds=30), agent={"timeout_s": 2.0})
     assert trajectory.aborted == "timeout"
     assert ended == ["cancelled"]
     assert time.monotonic() - started < 10
