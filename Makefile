@@ -138,7 +138,7 @@ example-smollm2: $(STAMPS)/smollm2 ## SmolLM2-135M-Instruct gets better at arith
 
 # ---------------------------------------------------------------------------- tests and checks
 
-PYTEST = $(BIN)/python -m pytest -q $(if $(filter-out 0 1,$(TEST_PROCESSES)),-n $(TEST_PROCESSES) --dist loadgroup)
+PYTEST = $(BIN)/python -m pytest -q $(if $(filter-out 0 1,$(TEST_PROCESSES)),-n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder)
 
 .PHONY: test
 test: $(STAMPS)/dev ## all tests that CI runs
@@ -156,28 +156,28 @@ test-fast: $(STAMPS)/dev ## unit tests only: no process groups, no whole trainin
 chaos: $(STAMPS)/dev ## runs of every program killed again and again at random moments must end like one left alone (about an hour)
 	@$(BIN)/python -m pytest -q -m "" tests/e2e/test_kill_anywhere.py tests/e2e/test_kill_everything.py
 
-MEGATRON_TESTS := $(wildcard tests/*/test_megatron*.py tests/*/*/test_megatron*.py)
+MEGATRON_TESTS := $(wildcard tests/*/test_megatron*.py tests/*/*/test_megatron*.py tests/*/*/megatron/test_*.py)
 
 .PHONY: test-megatron
 test-megatron: $(STAMPS)/dev ## all tests of training on Megatron-core, those that take long too
 	@$(BIN)/python -m pytest -q -m "" $(MEGATRON_TESTS)
 
-VLLM_TESTS := tests/contracts/test_rollout_engine.py $(wildcard tests/workers/rollout/test_vllm*.py) tests/e2e/test_vllm.py \
+VLLM_TESTS := tests/contracts/test_rollout_engine.py $(wildcard tests/workers/rollout/vllm/test_*.py) tests/e2e/test_vllm.py \
   tests/e2e/test_programs.py
 #: weights of several ranks to an engine that has an environment of its own
-HAND_OVER_TESTS := $(wildcard tests/workers/sharding_manager/test_*_dist.py)
+WEIGHT_SYNC_TESTS := $(wildcard tests/workers/sharding_manager/test_*_dist.py tests/workers/sharding_manager/*/test_*_dist.py)
 
 .PHONY: test-vllm
 test-vllm: install-vllm ## the tests of generation with vLLM, on a CPU
 	@$(VLLM_VENV)/bin/python -m pytest -q $(VLLM_TESTS)
-	@$(VLLM_VENV)/bin/python -m pytest -q -m vllm $(HAND_OVER_TESTS)
+	@$(VLLM_VENV)/bin/python -m pytest -q -m vllm $(WEIGHT_SYNC_TESTS)
 
-SGLANG_TESTS := tests/contracts/test_rollout_engine.py $(wildcard tests/workers/rollout/test_sglang*.py) tests/e2e/test_sglang.py
+SGLANG_TESTS := tests/contracts/test_rollout_engine.py $(wildcard tests/workers/rollout/sglang/test_*.py) tests/e2e/test_sglang.py
 
 .PHONY: test-sglang
 test-sglang: install-sglang ## the tests of generation with SGLang, on a CPU
 	@$(SGLANG_VENV)/bin/python -m pytest -q $(SGLANG_TESTS)
-	@$(SGLANG_VENV)/bin/python -m pytest -q -m sglang $(HAND_OVER_TESTS)
+	@$(SGLANG_VENV)/bin/python -m pytest -q -m sglang $(WEIGHT_SYNC_TESTS)
 
 .PHONY: check
 check: $(STAMPS)/dev ## style, import layers, types, language, generated documentation

@@ -29,15 +29,16 @@ from tiny_model import save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from verl.agent_loop import EngineGenerator
-from verl.agent_loop.batch import Row, Trajectory
+from verl.agent_loop.batch import Row
 from verl.agent_loop.runner import AgentLoopRunner
 from verl.agent_loop.templating import ChatTemplater
 from verl.config import ModelConfig, MultiTurnConfig, RolloutConfig
 from verl.tools import function_tool
 from verl.tools.parsers import ParsedTurn, ToolCall, ToolParser, register_parser
+from verl.trajectories import Sample
 from verl.utils.tokenizer import load_tokenizer
-from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.hf.engine import HFRolloutEngine
+from verl.workers.rollout.types import GenerationRequest, SamplingParams
 
 TOOL_SECONDS = 0.0
 
@@ -87,10 +88,10 @@ def make_engine(directory: str, config: RolloutConfig) -> HFRolloutEngine:
 def agent_loops(runner: AgentLoopRunner, generator: FixedTurns, rows: list[Row]) -> tuple[float, float, int]:
     """Seconds, idle share of the engine and sampled tokens of agent loops."""
     started = time.perf_counter()
-    done: list[Trajectory] = asyncio.run(runner.run(rows, generator))
+    done: list[Sample] = asyncio.run(runner.run(rows, generator))
     seconds = time.perf_counter() - started
     assert all(trajectory.aborted is None for trajectory in done)
-    tokens = sum(sum(trajectory.output.response_mask) for trajectory in done)
+    tokens = sum(sum(trajectory.trajectory.last.response_mask) for trajectory in done)
     return seconds, done[0].info["engine_idle_fraction"], tokens
 
 

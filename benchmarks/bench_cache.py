@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from bench_rollout import CASES, Case, build, cpu_seconds, make_rows, run_engine
 
-from verl.workers.rollout.hf.budget import CacheBudget, Progress
 from verl.workers.rollout.hf.engine import HFRolloutEngine
+from verl.workers.rollout.hf.kv_budget import CacheBudget, Progress
 
 
 def longest(running: Sequence[Progress]) -> np.ndarray:

@@ -33,7 +33,7 @@ from verl.utils.background import BackgroundTask
 from verl.utils.fs import directory_bytes, format_bytes
 from verl.utils.metrics import MetricSet, msum
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.engine.fsdp.engine import FSDPEngine
 
 CONTENTS = frozenset({"model", "optimizer", "extra"})
 WANT = frozenset({"log_probs"})

@@ -37,8 +37,8 @@ from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.models.logprobs import token_log_probs
 from verl.utils.metrics import MetricSet, msum
 from verl.workers.engine.base import GlobalBatchInfo, MicroBatching
-from verl.workers.engine.fsdp import FSDPEngine
-from verl.workers.engine.sharding import make_mesh, shard_model
+from verl.workers.engine.fsdp.engine import FSDPEngine
+from verl.workers.engine.fsdp.sharding import make_mesh, shard_model
 
 LOG_PROBS = frozenset({"log_probs"})
 MINI_BATCHES = 4
@@ -119,7 +119,7 @@ class ShardedEngine(FSDPEngine):
     def build(self) -> None:
         super().build()
         from verl.utils.distributed import init_process_group
-        from verl.workers.engine.fsdp import _make_optimizer
+        from verl.workers.engine.fsdp.engine import _make_optimizer
 
         init_process_group("cpu")
         mesh = make_mesh(self.device, -1)

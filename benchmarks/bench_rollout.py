@@ -30,7 +30,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from verl.config import ModelConfig, RolloutConfig
 from verl.workers.rollout import get_rollout_class
-from verl.workers.rollout.base import GenerationRequest, RolloutEngine, SamplingParams
+from verl.workers.rollout.engine import RolloutEngine
+from verl.workers.rollout.types import GenerationRequest, SamplingParams
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.sources import SyncSource
+from verl.trainer.ppo.sources.base import SyncSource
 from verl.utils.metrics import MetricSet, mmean
 
 #: steps that are not counted: the first use of every path

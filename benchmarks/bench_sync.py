@@ -34,13 +34,11 @@ from plots import saved_figure
 from torch import Tensor
 
 from verl.utils.distributed import destroy_process_group, free_port, init_process_group
-from verl.workers.engine.megatron_slices import WeightPlace, sliced_weights
-from verl.workers.engine.megatron_weights import weight_table
-from verl.workers.sharding_manager.broadcast import BroadcastTransport, transfer_group
-from verl.workers.sharding_manager.colocated import SharedMemoryTransport
-from verl.workers.sharding_manager.disk import DiskTransport
-from verl.workers.sharding_manager.grid import RankGrid, generation_groups, transition_cost
-from verl.workers.sharding_manager.layout import (
+from verl.workers.engine.megatron.slices import WeightPlace, sliced_weights
+from verl.workers.engine.megatron.weights import weight_table
+from verl.workers.sharding_manager.reshard.grid import RankGrid, generation_groups, transition_cost
+from verl.workers.sharding_manager.reshard.held_weights import HeldWeights
+from verl.workers.sharding_manager.reshard.layout import (
     Layout,
     Split,
     TensorInfo,
@@ -49,10 +47,13 @@ from verl.workers.sharding_manager.layout import (
     parallel_layout,
     pipeline_stages,
 )
-from verl.workers.sharding_manager.pieces import HeldWeights
-from verl.workers.sharding_manager.reshard import Plan, plan
-from verl.workers.sharding_manager.resharder import Resharder
-from verl.workers.sharding_manager.transport import Transport
+from verl.workers.sharding_manager.reshard.plan import Plan
+from verl.workers.sharding_manager.reshard.planner import plan
+from verl.workers.sharding_manager.reshard.resharder import Resharder
+from verl.workers.sharding_manager.transports.base import Transport
+from verl.workers.sharding_manager.transports.broadcast import BroadcastTransport, transfer_group
+from verl.workers.sharding_manager.transports.colocated import SharedMemoryTransport
+from verl.workers.sharding_manager.transports.disk import DiskTransport
 
 RANKS = 4
 

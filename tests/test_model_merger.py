@@ -31,7 +31,7 @@ from tests.workers.engine.reference import (
 from verl import model_merger
 from verl.utils.tokenizer import load_processor
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.engine.fsdp.engine import FSDPEngine
 
 TRAINED = frozenset({"model", "optimizer", "extra"})
 LORA = {"lora_rank": 4, "lora_alpha": 8.0}

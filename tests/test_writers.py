@@ -23,13 +23,13 @@ OWN = {
     "selftest/certificate/tokens.py": "rows of plain text for a test",
     "selftest/certificate/faults.py": "a tokenizer's own settings with one value changed",
     "utils/run_lock.py": "the owner of a lock, which our own reader reads",
-    "workers/rollout/openai_api.py": "answers that are plain already, and the writer for others",
-    "workers/rollout/sglang_adapters.py": "protocol between our processes",
-    "workers/rollout/sglang_process.py": "protocol between our processes",
-    "workers/rollout/sglang_scheduler.py": "protocol between our processes",
-    "workers/rollout/sglang_settings.py": "a server's argument",
-    "workers/sharding_manager/disk.py": "an index that our own reader reads",
-    "workers/sharding_manager/transport.py": "protocol between our processes",
+    "workers/rollout/serving/openai_api.py": "answers that are plain already, and the writer for others",
+    "workers/rollout/sglang/lora.py": "protocol between our processes",
+    "workers/rollout/sglang/process.py": "protocol between our processes",
+    "workers/rollout/sglang/scheduler.py": "protocol between our processes",
+    "workers/rollout/sglang/arguments.py": "a server's argument",
+    "workers/sharding_manager/transports/disk.py": "an index that our own reader reads",
+    "workers/sharding_manager/transports/base.py": "protocol between our processes",
 }
 
 

@@ -44,6 +44,7 @@ WELL_KNOWN: dict[str, str] = {
     "verl.trainer.ppo.core_algos.register_policy_loss": "verl.algorithms.registry.register_policy_loss",
     "verl.trainer.ppo.core_algos.get_policy_loss_fn": "verl.algorithms.registry.get_policy_loss_fn",
     "verl.trainer.ppo.core_algos.agg_loss": "verl.algorithms.aggregate.agg_loss",
+    "verl.trainer.main_ppo.TaskRunner": "verl.trainer.task_runner.TaskRunner",
     "verl.trainer.ppo.ray_trainer.compute_advantage": "verl.trainer.ppo.advantage.compute_advantage",
     "verl.trainer.ppo.ray_trainer.apply_kl_penalty": "verl.trainer.ppo.advantage.apply_kl_penalty",
     "verl.trainer.ppo.ray_trainer.compute_response_mask": "verl.trainer.ppo.advantage.compute_response_mask",

@@ -27,7 +27,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from verl.checkpoint.checksums import CHECKSUM_FILE, verify_checksums
 from verl.checkpoint.manager import MARKER_FILE
-from verl.checkpoint.plain import PlainReader
+from verl.checkpoint.plain_state import PlainReader
 from verl.config import ModelConfig
 from verl.errors import CheckpointError, ConfigError
 from verl.models.loading import (
@@ -37,10 +37,10 @@ from verl.models.loading import (
     quiet_transformers,
 )
 from verl.models.lora import is_adapter_name, merged, read_adapter
+from verl.utils.exit_status import exit_code, start_program
 from verl.utils.fs import directory_bytes, ensure_writable_dir, fsync_tree
-from verl.utils.program import exit_code, start_program
 from verl.utils.registry import Registry
-from verl.workers.engine.state import ADAPTER_DIR, copy_companions, read_marker
+from verl.workers.engine.checkpoint import ADAPTER_DIR, copy_companions, read_marker
 
 logger = logging.getLogger(__name__)
 

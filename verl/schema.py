@@ -210,10 +210,11 @@ FIELDS: Mapping[str, Field] = {field.name: field for field in _TABLE}
 #: the stage whose fields are columns of data files
 _FROM_FILES = "data"
 
+#: column with the images of prompts
+IMAGE_FIELD = "multi_modal_inputs"
+
 # columns that two stages share and that no other one sees
-AGENT_EXTRA = "agent_extra"
-AGENT_MORE = "agent_more"
-MORE_IMAGES = "__more_images__"
+SAMPLES = "samples"
 SCORE_OUTCOME = "score_outcome"
 #: begins the columns with what a reward function reports besides the score
 REPORTED_PREFIX = "reward_"
@@ -223,9 +224,7 @@ _ROW_LABELS = re.compile(r"__index_level_\d+__")
 
 #: columns that are no fields, with what they hold
 PRIVATE: Mapping[str, str] = {
-    AGENT_EXTRA: "what agent loops return besides tokens",
-    AGENT_MORE: "further rows of trajectories",
-    MORE_IMAGES: "images that tools show",
+    SAMPLES: "what agent loops return",
     SCORE_OUTCOME: "scores of agent loops",
 }
 

@@ -13,7 +13,7 @@ from step.protocol import Reporter
 from step.workload import Workload
 from verl.config import PPOConfig
 from verl.config.cli import parse_cli
-from verl.trainer.main_ppo import TaskRunner
+from verl.trainer.task_runner import TaskRunner
 from verl.utils.logging import setup_logging
 
 PHASES = {

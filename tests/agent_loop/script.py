@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from tests.fixtures.tiny import make_tokenizer
-from verl.agent_loop.batch import Row, Trajectory
+from verl.agent_loop.batch import Row
 from verl.agent_loop.runner import AgentLoopRunner
 from verl.config import AgentConfig, MultiTurnConfig, RolloutConfig
-from verl.workers.rollout.base import Completion, GenerationRequest
+from verl.protocol import DataProto
+from verl.trajectories import Sample
+from verl.trajectories.batch import Layout, from_envelope, join_samples, to_envelope
+from verl.utils.arrays import object_array
+from verl.utils.transport import pack
+from verl.workers.rollout.types import Completion, GenerationRequest
 
 TOKENIZER = make_tokenizer(4096)
 
@@ -65,10 +73,26 @@ def row(name: str = "one", content: str = "go", **fields: Any) -> Row:
 
 def run(
     runner: AgentLoopRunner, script: Script | Scripted, rows: Sequence[Row] | None = None, **facts: Any
-) -> list[Trajectory]:
+) -> list[Sample]:
     generator = script if isinstance(script, Scripted) else Scripted(script)
     return asyncio.run(runner.run(rows or [row()], generator, facts=facts))
 
 
-def text_of(trajectory: Trajectory) -> str:
-    return TOKENIZER.decode(trajectory.output.response_ids)
+def text_of(sample: Sample) -> str:
+    return TOKENIZER.decode(sample.trajectory.last.response_ids)
+
+
+def batch_of(
+    samples: Sequence[Sample],
+    *,
+    prompt_length: int,
+    response_length: int,
+    uids: Sequence[str] | None = None,
+    **more: Any,
+) -> DataProto:
+    """What the trainer makes of samples, which begin with number 5 of a step."""
+    names = [str(number) for number in range(len(samples))] if uids is None else list(uids)
+    rows = DataProto.from_dict({"sample_index": torch.arange(5, 5 + len(samples))}, {"uid": object_array(names)})
+    rows.non_tensor_batch.update(more.pop("columns", {}))
+    sent = pickle.loads(pickle.dumps(pack(to_envelope(samples, Layout(prompt_length, response_length, 0, **more)))))
+    return join_samples(rows, *from_envelope(sent))

@@ -43,7 +43,7 @@ def test_the_calculator_and_the_tool_file(page: list[str], tmp_path: Path) -> No
     said = lambda text: "ok<|end|>" if "<|tool|>" in text else f"<tool_call>{call}</tool_call><|end|>"  # noqa: E731
     (trajectory,) = run(one, said, [row(tools_kwargs={"note": {"create_kwargs": {"first": "y"}}})])
     assert "<|tool|>noted<|end|>" in text_of(trajectory)
-    assert trajectory.output.extra_fields["tool_rewards"]["trajectory"] == {"note": pytest.approx(0.2)}
+    assert trajectory.trajectory.columns["tool_rewards"]["trajectory"] == {"note": pytest.approx(0.2)}
 
 
 def test_the_loop_and_the_format(page: list[str]) -> None:
@@ -51,7 +51,7 @@ def test_the_loop_and_the_format(page: list[str]) -> None:
     one = AgentLoopRunner(config(agent={"agent_loop_config_path": "loops.yaml"}), TOKENIZER)
     (trajectory,) = run(one, lambda text: "yes", [row(agent_name="twice")])
     assert text_of(trajectory) == "yesAre you sure?yes"
-    assert trajectory.output.response_mask == [1] * 3 + [0] * 13 + [1] * 3
+    assert trajectory.trajectory.last.response_mask == [1] * 3 + [0] * 13 + [1] * 3
     (arrow,) = [block for block in page if "class Arrow" in block]
     exec(arrow, {})
     try:
@@ -69,7 +69,7 @@ def test_the_program_behind_a_base_url(page: list[str]) -> None:
     runner = AgentLoopRunner(config(agent=agent, multi_turn={"enable": False}), TOKENIZER)
     (trajectory,) = run(runner, said, [row(reward_model={"ground_truth": "5"})])
     assert trajectory.aborted is None
-    assert trajectory.output.reward_score == 1.0
+    assert trajectory.trajectory.score == 1.0
     assert text_of(trajectory).endswith("<|tool|>5<|end|><|assistant|>it is 5<|end|>")
 
 
@@ -78,8 +78,8 @@ def test_the_duel(page: list[str]) -> None:
     runner = AgentLoopRunner(config(agent={"multi_agent": players}), TOKENIZER)
     numbers = iter(("7", "4"))
     (trajectory,) = run(runner, lambda text: f"{next(numbers)}<|end|>")
-    assert trajectory.output.extra_fields["turn_scores"] == [1.0]
-    assert trajectory.more[0].extra_fields["turn_scores"] == [-1.0]
+    assert trajectory.trajectory.turn_scores == [1.0]
+    assert trajectory.trajectories[1].turn_scores == [-1.0]
 
 
 def test_environments_of_other_packages(page: list[str]) -> None:

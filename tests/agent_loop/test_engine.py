@@ -17,8 +17,8 @@ from verl.config import ModelConfig
 from verl.tools import function_tool
 from verl.tools.parsers import PARSERS, ParsedTurn, ToolCall, ToolParser, register_parser
 from verl.utils.tokenizer import load_tokenizer
-from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.hf.engine import HFRolloutEngine
+from verl.workers.rollout.types import GenerationRequest, SamplingParams
 
 
 @function_tool("echo")
@@ -82,7 +82,7 @@ def test_rows_have_the_sampled_ids_and_log_probs(engine: HFRolloutEngine, model:
     trajectories = asyncio.run(runner.run(rows, Watched(engine)))
     assert len(seen) == 6 * 4
     for trajectory in trajectories:
-        output = trajectory.output
+        output = trajectory.trajectory.last
         assert trajectory.aborted is None
         assert output.policy_versions == (3, 3)
         ids = torch.tensor([output.prompt_ids + output.response_ids])
@@ -91,8 +91,8 @@ def test_rows_have_the_sampled_ids_and_log_probs(engine: HFRolloutEngine, model:
         for column, mask in enumerate(output.response_mask):
             if mask:
                 fresh = log_probs[start + column - 1, output.response_ids[column]].item()
-                assert output.response_logprobs is not None
-                assert abs(fresh - output.response_logprobs[column]) < 1e-4
+                assert output.log_probs is not None
+                assert abs(fresh - output.log_probs[column]) < 1e-4
         whole = output.prompt_ids + output.response_ids
         turns = [
             (prompt, said)
@@ -117,5 +117,5 @@ def test_a_single_turn_is_plain_generation(engine: HFRolloutEngine, tiny_model_d
     ]
     completions = asyncio.run(engine.generate_many(requests))
     for trajectory, completion in zip(trajectories, completions, strict=True):
-        assert trajectory.output.response_ids == completion.token_ids
-        assert trajectory.output.response_logprobs == pytest.approx(completion.log_probs, abs=1e-5)
+        assert trajectory.trajectory.last.response_ids == completion.token_ids
+        assert trajectory.trajectory.last.log_probs == pytest.approx(completion.log_probs, abs=1e-5)

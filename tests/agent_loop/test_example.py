@@ -44,7 +44,7 @@ def test_demonstrations_are_what_the_agent_meets(example: Any) -> None:
     )
     said = [f"{message['content']}<|end|>" for message in messages if message["role"] == "assistant"]
     (trajectory,) = run(runner, lambda text: said["<|tool|>" in text], [row(content=messages[0]["content"])])
-    output = trajectory.output
+    output = trajectory.trajectory.last
     assert output.prompt_ids + output.response_ids == ids
     assert [0] * len(output.prompt_ids) + output.response_mask == mask
     assert trajectory.info["counts"] == {}

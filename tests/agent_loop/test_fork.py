@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,16 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.agent_loop.chat_templates import ADDED, TEMPLATES, chat_tokenizer, control_ids, ids_of
-from tests.agent_loop.script import TOKENIZER, config, row, run
+from tests.agent_loop.script import TOKENIZER, batch_of, config, row, run
 from verl.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.agent_loop.base import AGENT_LOOPS
-from verl.agent_loop.batch import EARLIER_ROWS, Trajectory, batch_from_trajectories, expand_extra, turn_ends
 from verl.agent_loop.conversation import Conversation
 from verl.agent_loop.runner import AgentLoopRunner
 from verl.agent_loop.templating import ChatTemplater
 from verl.config import PPOConfig, load_config
 from verl.errors import ConfigError, DataError
-from verl.workers.rollout.base import Completion
+from verl.trajectories import Sample, turn_ends
+from verl.trajectories.batch import EARLIER_ROWS
+from verl.workers.rollout.types import Completion
 
 PROMPT = [{"role": "user", "content": "what is 2*3?"}]
 THOUGHT = "<think>\nhm\n</think>\n\n"
@@ -42,16 +44,16 @@ def user(content: str) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def ledgers(talk: Conversation) -> list[Any]:
-    return [*talk.earlier, talk.ledger]
+def token_trajectories(talk: Conversation) -> list[Any]:
+    return [*talk.earlier, talk.token_trajectory]
 
 
 def test_dropped_thinking_begins_a_row_with_what_the_template_writes() -> None:
     talk, tokenizer = conversation("qwen3")
-    prompt = list(talk.ledger.prompt_ids)
+    prompt = list(talk.token_trajectory.prompt_ids)
     first, second = turn(tokenizer, f"{THOUGHT}6"), turn(tokenizer, f"{THOUGHT}9")
     talk.add_sampled(first)
-    before = talk.ledger
+    before = talk.token_trajectory
     assert talk.add([user("and 3*3?")])
     assert talk.earlier == [before]
     assert before.ids == first.token_ids, "the finished row is what was sampled"
@@ -61,12 +63,14 @@ def test_dropped_thinking_begins_a_row_with_what_the_template_writes() -> None:
         add_generation_prompt=True,
     )
     assert "hm" not in shown
-    assert tokenizer.decode(talk.ledger.context, skip_special_tokens=False) == shown
-    assert talk.ledger.prompt_ids == prompt
-    assert set(talk.ledger.mask) == {0}
+    assert tokenizer.decode(talk.token_trajectory.context, skip_special_tokens=False) == shown
+    assert talk.token_trajectory.prompt_ids == prompt
+    assert set(talk.token_trajectory.mask) == {0}
     talk.add_sampled(second)
-    assert [token for token, mask in zip(talk.ledger.ids, talk.ledger.mask, strict=True) if mask] == second.token_ids
-    output = AgentLoopOutput.from_ledger(talk.ledger, earlier=talk.earlier)
+    assert [
+        token for token, mask in zip(talk.token_trajectory.ids, talk.token_trajectory.mask, strict=True) if mask
+    ] == second.token_ids
+    output = AgentLoopOutput.from_token_trajectory(talk.token_trajectory, earlier=talk.earlier)
     assert output.num_turns == 4
     assert len(output.extra_fields["state_hashes"]) == 2
     assert [one.response_ids for one in output.earlier] == [first.token_ids]
@@ -82,10 +86,10 @@ def test_turns_that_change_nothing_stay_in_one_row() -> None:
 def test_what_does_not_fit_changes_nothing() -> None:
     talk, tokenizer = conversation("qwen3", max_tokens=40)
     talk.add_sampled(turn(tokenizer, f"{THOUGHT}6"))
-    before = list(talk.ledger.ids)
+    before = list(talk.token_trajectory.ids)
     assert not talk.add([user("and 3*3? " * 20)])
     assert talk.earlier == []
-    assert talk.ledger.ids == before
+    assert talk.token_trajectory.ids == before
 
 
 def test_what_was_cut_off_is_known() -> None:
@@ -104,9 +108,7 @@ def test_what_was_cut_off_is_known() -> None:
         AgentLoopOutput([1], [2] * count, [1] * count, [0.0] * count, overlong=given)
         for count, given in ((4, None), (3, None), (4, False), (2, True))
     ]
-    batch = batch_from_trajectories(
-        [Trajectory(output, {}) for output in outputs], prompt_length=2, response_length=4, pad_token_id=0
-    )
+    batch = batch_of([Sample([output.trajectory()]) for output in outputs], prompt_length=2, response_length=4)
     assert batch.batch["overlong"].tolist() == [True, False, False, True]
 
 
@@ -114,10 +116,10 @@ def test_a_history_that_shares_nothing_still_has_a_prompt() -> None:
     talk, tokenizer = conversation("qwen2.5")
     talk.add_sampled(turn(tokenizer, "6"))
     assert talk.fork([{"role": "system", "content": "sum up"}, user("so far: 6")])
-    assert talk.ledger.prompt_ids
-    spelled = tokenizer.decode(talk.ledger.context, skip_special_tokens=False)
+    assert talk.token_trajectory.prompt_ids
+    spelled = tokenizer.decode(talk.token_trajectory.context, skip_special_tokens=False)
     assert spelled.startswith("<|im_start|>system\nsum up")
-    assert talk.room == 10_000 - len(talk.ledger)
+    assert talk.room == 10_000 - len(talk.token_trajectory)
 
 
 @pytest.mark.parametrize("family", sorted(TEMPLATES))
@@ -155,20 +157,22 @@ def test_every_row_is_what_the_model_saw_and_each_token_is_trained_on_once(
     sampled: list[tuple[list[int], list[int]]] = []
     for thinks, said, answer in turns:
         completion = turn(tokenizer, f"{THOUGHT if thinks else ''}{said}")
-        sampled.append((list(talk.ledger.context), completion.token_ids))
+        sampled.append((list(talk.token_trajectory.context), completion.token_ids))
         talk.add_sampled(completion)
         assert talk.add([user(f"say {answer}")])
-    rows = ledgers(talk)
+    rows = token_trajectories(talk)
     trained = []
-    for ledger in rows:
-        ledger.check()
+    for token_trajectory in rows:
+        token_trajectory.check()
         start = 0
-        for end in turn_ends(ledger.mask):
-            begin = next(n for n in range(start, end + 1) if ledger.mask[n])
-            trained.append((ledger.prompt_ids + ledger.ids[:begin], ledger.ids[begin : end + 1]))
+        for end in turn_ends(token_trajectory.mask):
+            begin = next(n for n in range(start, end + 1) if token_trajectory.mask[n])
+            trained.append(
+                (token_trajectory.prompt_ids + token_trajectory.ids[:begin], token_trajectory.ids[begin : end + 1])
+            )
             start = end + 1
     assert trained == sampled, "prefix and tokens of every turn, in order, once"
-    assert sum(len(ledger.state_hashes()) for ledger in rows) == len(turns)
+    assert sum(len(token_trajectory.state_hashes()) for token_trajectory in rows) == len(turns)
 
 
 # ---- in batches --------------------------------------------------------------------------------------------------
@@ -215,13 +219,12 @@ def test_a_batch_has_the_last_row_and_the_earlier_ones_beside_it() -> None:
     )
     assert [trajectory.aborted for trajectory in trajectories] == [None, None]
     assert trajectories[0].info["counts"] == {"forked_rows": 1}
-    batch = batch_from_trajectories(trajectories, prompt_length=32, response_length=32, pad_token_id=0, forks=True)
+    batch = batch_of(trajectories, prompt_length=32, response_length=32, forks=True)
     assert batch.batch["policy_version"].tolist() == [[0, 1]] * 2
     (earlier,) = batch.non_tensor_batch[EARLIER_ROWS][0]
     assert earlier["response_ids"][0] == 30
     assert earlier["turn_scores"] == [0.25]
-    whole = expand_extra(batch)
-    assert whole.batch["turn_scores"].sum(1).tolist() == [0.75, 0.75], "the trajectory's score is whole"
+    assert batch.batch["turn_scores"].sum(1).tolist() == [0.75, 0.75], "the trajectory's score is whole"
 
 
 def test_rows_that_were_not_asked_for_are_refused() -> None:
@@ -235,10 +238,9 @@ def test_rows_that_were_not_asked_for_are_refused() -> None:
 def test_scores_must_fit_the_turns_of_all_rows() -> None:
     runner = AgentLoopRunner(config(multi_turn={"on_history_rewrite": "fork"}), TOKENIZER)
     trajectories = run(runner, lambda text: "ok<|end|>", [row("0", agent_name="two_rows")])
-    trajectories[0].output.extra_fields["turn_scores"] = [1.0, 2.0, 3.0]
-    batch = batch_from_trajectories(trajectories, prompt_length=32, response_length=32, pad_token_id=0, forks=True)
+    wrong = Sample([replace(trajectories[0].trajectory, turn_scores=[1.0, 2.0, 3.0])], trajectories[0].info)
     with pytest.raises(DataError, match="gave 3 turn_scores for 2 turns"):
-        expand_extra(batch)
+        batch_of([wrong], prompt_length=32, response_length=32, forks=True)
 
 
 @pytest.mark.parametrize("key", ["algorithm.use_pf_ppo=True"])

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.agent_loop.script import config
+from tests.agent_loop.script import batch_of, config
 from tests.fixtures.vision import COLOURS, make_image_processor, make_vision_tokenizer, png, square
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
-from verl.agent_loop.batch import MORE_IMAGES, Row, batch_from_trajectories, expand_extra, with_more_images
+from verl.agent_loop.batch import Row
 from verl.agent_loop.runner import AgentLoopRunner
 from verl.data.images import ImageReader
 from verl.errors import ConfigError
@@ -20,7 +20,7 @@ from verl.models.vision import PromptImages
 from verl.tools.function_tool import function_tool
 from verl.tools.schemas import ToolResponse
 from verl.utils.tokenizer import ImageTextProcessor
-from verl.workers.rollout.base import Completion, GenerationRequest
+from verl.workers.rollout.types import Completion, GenerationRequest
 
 TOKENIZER = make_vision_tokenizer()
 START, END, IMAGE = TOKENIZER.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"])
@@ -79,7 +79,7 @@ def test_the_model_is_shown_the_images_of_prompt_and_tools() -> None:
     assert done.aborted is None, done.info
     assert first.prompt_ids.count(IMAGE) == 4
     assert first.images.grid_thw.tolist() == [[1, 4, 4]]
-    output = done.output
+    output = done.trajectory.last
     context = [*output.prompt_ids, *output.response_ids]
     assert second.prompt_ids == context[: len(second.prompt_ids)]
     assert second.images.grid_thw.tolist() == [[1, 4, 4], [1, 4, 2], [1, 4, 4]]
@@ -95,12 +95,14 @@ def test_the_model_is_shown_the_images_of_prompt_and_tools() -> None:
 
 def test_training_rows_get_the_images_of_tools_behind_those_of_the_prompt() -> None:
     with_tool, without = run(Script(f"{LOOK}<|end|>", "b<|end|>"))[0], run(Script("c<|end|>"))[0]
-    batch = batch_from_trajectories(
-        [with_tool, without, with_tool], prompt_length=40, response_length=80, pad_token_id=TOKENIZER.pad_token_id
-    )
     shared = READER.read([RED], Path())
-    batch.non_tensor_batch["multi_modal_inputs"] = _column([shared, shared, None])
-    column = with_more_images(expand_extra(batch)).non_tensor_batch["multi_modal_inputs"]
+    batch = batch_of(
+        [with_tool, without, with_tool],
+        prompt_length=40,
+        response_length=80,
+        columns={"multi_modal_inputs": _column([shared, shared, None])},
+    )
+    column = batch.non_tensor_batch["multi_modal_inputs"]
     assert column[1] is shared
     assert column[0]["pixel_values"][0] is shared["pixel_values"]
     images = PromptImages.of(column[0])
@@ -109,7 +111,6 @@ def test_training_rows_get_the_images_of_tools_behind_those_of_the_prompt() -> N
     positions = [images.starts[n] + k for n, count in enumerate((4, 2, 4)) for k in range(count)]
     assert torch.nonzero(ids == IMAGE).flatten().tolist() == positions
     torch.testing.assert_close(images.pixel_values[16:24], READER.read([BLUE], Path())["pixel_values"])
-    assert MORE_IMAGES not in batch.non_tensor_batch
     # a row whose prompt has no image of its own
     assert len(column[2]["pixel_values"]) == 1
 
@@ -122,7 +123,7 @@ def _column(values: list[Any]) -> Any:
 
 def test_states_with_different_pictures_differ() -> None:
     red, again, blue = (
-        run(Script("c<|end|>"), [row(image)])[0].output.extra_fields["state_hashes"]
+        run(Script("c<|end|>"), [row(image)])[0].trajectory.columns["state_hashes"]
         for image in (RED, RED, square(COLOURS["blue"], 16, 16))
     )
     assert red == again != blue
@@ -131,16 +132,18 @@ def test_states_with_different_pictures_differ() -> None:
 def test_a_model_that_reads_text_is_told_and_so_is_what_cannot_be_opened() -> None:
     script = Script(f"{LOOK}<|end|>", "b<|end|>")
     (done,) = run(script, [row(None)], reader=None)
-    assert "Error: the answer has images, and only text can be shown" in TOKENIZER.decode(done.output.response_ids)
+    assert "Error: the answer has images, and only text can be shown" in TOKENIZER.decode(
+        done.trajectory.last.response_ids
+    )
     assert script.requests[1].images is None
     (done,) = run(Script('<tool_call>{"name": "broken", "arguments": {}}</tool_call><|end|>', "b<|end|>"))
-    assert "Error: image 0 cannot be decoded" in TOKENIZER.decode(done.output.response_ids)
+    assert "Error: image 0 cannot be decoded" in TOKENIZER.decode(done.trajectory.last.response_ids)
     assert done.info["counts"]["tool_failures/bad_image"] == 1
 
 
 def test_images_that_do_not_fit_end_the_conversation() -> None:
     (done,) = run(Script(f"{LOOK}<|end|>", "b<|end|>"), [row()])
-    assert done.output.overlong is False
+    assert done.trajectory.last.overlong is False
     runner = AgentLoopRunner(
         config(multi_turn={"format": "hermes"}, response_length=len(TOKENIZER(f"{LOOK}<|end|>")["input_ids"]) + 9),
         TOKENIZER,
@@ -148,8 +151,8 @@ def test_images_that_do_not_fit_end_the_conversation() -> None:
         image_reader=READER,
     )
     (done,) = asyncio.run(runner.run([row()], Script(f"{LOOK}<|end|>")))
-    assert done.output.overlong
-    assert IMAGE not in done.output.response_ids
+    assert done.trajectory.last.overlong
+    assert IMAGE not in done.trajectory.last.response_ids
 
 
 class TextLoop(AgentLoopBase):

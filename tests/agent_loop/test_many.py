@@ -8,8 +8,7 @@ import time
 
 import psutil
 
-from tests.agent_loop.script import TOKENIZER, Scripted, config, row
-from verl.agent_loop.batch import batch_from_trajectories
+from tests.agent_loop.script import TOKENIZER, Scripted, batch_of, config, row
 from verl.agent_loop.runner import AgentLoopRunner
 from verl.tools import function_tool
 
@@ -72,5 +71,5 @@ def test_two_thousand_trajectories_at_a_time() -> None:
     assert process.num_fds() <= files + 1
     each = (most_memory - memory) / COUNT
     assert each < 250_000, f"{each:.0f} bytes for each trajectory"
-    batch = batch_from_trajectories(trajectories, prompt_length=400, response_length=400, pad_token_id=0)
+    batch = batch_of(trajectories, prompt_length=400, response_length=400)
     assert len(batch) == COUNT

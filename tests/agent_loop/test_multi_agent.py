@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
+from tests.agent_loop import script
 from tests.agent_loop.script import TOKENIZER, config, row, run, text_of
-from verl.agent_loop.batch import batch_from_trajectories, expand_extra
 from verl.agent_loop.metrics import agent_metrics
-from verl.agent_loop.rows import expand_rows, in_groups
 from verl.agent_loop.runner import AgentLoopRunner
 from verl.config import RolloutConfig
 from verl.config.base import find_problems
@@ -87,30 +84,28 @@ def say(text: str) -> str:
 
 def batch_of(runner: AgentLoopRunner, trajectories: list[Any], uids: list[str]) -> DataProto:
     """What the trainer makes of trajectories."""
-    made = batch_from_trajectories(trajectories, prompt_length=60, response_length=80, pad_token_id=0)
-    rows = DataProto.from_dict({"sample_index": torch.arange(5, 5 + len(uids))}, {"uid": np.array(uids, dtype=object)})
-    made, origin = expand_rows(made)
-    assert origin is not None
-    return in_groups(rows, expand_extra(made), origin)
+    return script.batch_of(trajectories, prompt_length=60, response_length=80, uids=uids)
 
 
 def test_each_player_has_its_own_conversation_and_rewards(make: Any) -> None:
     runner = make(env_kwargs={"rounds": 2})
     (trajectory,) = run(runner, say, [row(interaction_kwargs={"seed": 7})])
-    first, (second,) = trajectory.output, trajectory.more
-    assert TOKENIZER.decode(first.prompt_ids) == "<|user|>go\n\nyou are first of 2<|end|><|assistant|>"
-    assert TOKENIZER.decode(second.prompt_ids) == ("<|user|>go\n\nthe other has spoken, round 1<|end|><|assistant|>")
+    first, second = trajectory.trajectories
+    assert TOKENIZER.decode(first.last.prompt_ids) == "<|user|>go\n\nyou are first of 2<|end|><|assistant|>"
+    assert TOKENIZER.decode(second.last.prompt_ids) == (
+        "<|user|>go\n\nthe other has spoken, round 1<|end|><|assistant|>"
+    )
     assert text_of(trajectory) == "3<|end|><|user|>now you are +1<|end|><|assistant|>3<|end|>"
-    assert TOKENIZER.decode(second.response_ids) == (
+    assert TOKENIZER.decode(second.last.response_ids) == (
         "1<|end|><|user|>the other has spoken, round 2<|end|><|assistant|>1<|end|>"
     )
     # what the second earns before its first turn counts on that; later on the turn before
-    assert first.extra_fields["turn_scores"] == [8.0, 8.0]
-    assert second.extra_fields["turn_scores"] == [0.25 - 1 + 0.25, -1.0]
+    assert first.turn_scores == [8.0, 8.0]
+    assert second.turn_scores == [0.25 - 1 + 0.25, -1.0]
     assert trajectory.info["score/first"] == 16.0
     assert trajectory.info["score/second"] == -1.5
-    assert second.response_logprobs == [-0.1 if mask else 0.0 for mask in second.response_mask]
-    assert second.policy_versions == (4, 4)
+    assert second.last.log_probs == [-0.1 if mask else 0.0 for mask in second.last.response_mask]
+    assert second.last.policy_versions == (4, 4)
 
 
 def test_rows_are_grouped_by_prompt_and_player(make: Any) -> None:
@@ -131,16 +126,16 @@ def test_rows_are_grouped_by_prompt_and_player(make: Any) -> None:
 def test_only_some_are_trained_and_their_sum_may_be_the_score(make: Any) -> None:
     runner = make(trained=["second"], reward="trajectory", env_kwargs={"rounds": 2})
     (trajectory,) = run(runner, say)
-    assert trajectory.more == []
-    assert trajectory.output.extra_fields["player"] == "second"
-    assert trajectory.output.reward_score == -1.5
-    assert "turn_scores" not in trajectory.output.extra_fields
+    assert len(trajectory.trajectories) == 1
+    assert trajectory.trajectory.columns["player"] == "second"
+    assert trajectory.trajectory.score == -1.5
+    assert "turn_scores" not in trajectory.trajectory.columns
 
 
 def test_the_reward_function_may_decide(make: Any) -> None:
     (trajectory,) = run(make(reward="report"), say)
-    assert trajectory.output.reward_score is None
-    assert trajectory.output.extra_fields["interaction_rewards"] == [1.0]
+    assert trajectory.trajectory.score is None
+    assert trajectory.trajectory.columns["interaction_rewards"] == [1.0]
 
 
 def test_a_player_without_a_turn_counts_nowhere(make: Any) -> None:
@@ -187,14 +182,14 @@ def test_an_episode_ends_with_the_turns_or_tokens_of_a_player(make: Any, limit: 
     (trajectory,) = run(runner, say)
     assert trajectory.aborted is None
     assert trajectory.info["counts"] == {"truncated": 1}
-    assert len(trajectory.output.extra_fields["turn_scores"]) == 2
-    assert trajectory.output.response_mask[-1] == 1
+    assert len(trajectory.trajectory.turn_scores) == 2
+    assert trajectory.trajectory.last.response_mask[-1] == 1
 
 
 def test_coroutines_and_the_end(make: Any) -> None:
     runner = make("Patient")
     (trajectory,) = run(runner, say)
-    assert trajectory.output.extra_fields["turn_scores"] == [1.0]
+    assert trajectory.trajectory.turn_scores == [1.0]
     from verl.utils.dynamic_import import load_target
 
     assert load_target(runner.config.agent.multi_agent.env).closed == 1
@@ -259,10 +254,10 @@ def test_a_game_of_textarena(make: Any) -> None:
     )
     (trajectory,) = run(runner, play, [row(interaction_kwargs={"seed": 3})])
     assert trajectory.aborted is None, trajectory.info.get("error")
-    first, (second,) = trajectory.output, trajectory.more
-    assert first.extra_fields["turn_scores"] == [0.0, 0.0, 1.0]
-    assert second.extra_fields["turn_scores"] == [0.0, -1.0]
+    first, second = trajectory.trajectories
+    assert first.turn_scores == [0.0, 0.0, 1.0]
+    assert second.turn_scores == [0.0, -1.0]
     # each player reads what the other did, and its own words only once
-    assert "[Player 0] [3]" in TOKENIZER.decode(second.response_ids)
+    assert "[Player 0] [3]" in TOKENIZER.decode(second.last.response_ids)
     assert text_of(trajectory).count("[3]<|end|>") == 1
     assert "[Player 0]" not in text_of(trajectory)

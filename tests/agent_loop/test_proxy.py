@@ -19,17 +19,18 @@ from tests.agent_loop.script import TOKENIZER, Script, Scripted, config, ids_of,
 from tests.agent_loop.script import run as run_rows
 from tests.fixtures.tiny import make_tokenizer
 from verl.agent_loop import EngineGenerator, proxy_server, proxy_session
-from verl.agent_loop.batch import Row, Trajectory
+from verl.agent_loop.batch import Row
 from verl.agent_loop.metrics import agent_metrics
 from verl.agent_loop.runner import AgentLoopRunner
 from verl.config import AgentConfig, ModelConfig
 from verl.config.multi_turn import OpenAIAgentConfig
 from verl.errors import ConfigError
 from verl.tools.parsers import PARSERS
+from verl.trajectories import Sample
 from verl.utils.dynamic_import import load_module
 from verl.utils.tokenizer import load_tokenizer
-from verl.workers.rollout.base import Completion, GenerationRequest
 from verl.workers.rollout.hf.engine import HFRolloutEngine
+from verl.workers.rollout.types import Completion, GenerationRequest
 
 openai = pytest.importorskip("openai", reason="the package openai is not installed (requirements/dev.txt)")
 pytest.importorskip("aiohttp", reason="the package aiohttp is not installed (requirements/dev.txt)")
@@ -56,7 +57,7 @@ class Programs:
 
     def run(
         self, program: Agent, script: Script | Scripted, rows: Sequence[Row] | None = None, **settings: Any
-    ) -> list[Trajectory]:
+    ) -> list[Sample]:
         """Run rows, one if none are given."""
         return run_rows(self.runner(program, **settings), script, rows)
 
@@ -93,14 +94,14 @@ def test_a_blocking_program_with_tools(programs: Programs) -> None:
     said = f"let me see {CALL}<|end|>"
     script = Scripted(lambda text: "it is 5<|end|>" if "<|tool|>5" in text else said)
     (trajectory,) = programs.run(sum_with_tool, script)
-    output = trajectory.output
+    output = trajectory.trajectory.last
     assert trajectory.aborted is None
     assert text_of(trajectory) == f"{said}<|tool|>5<|end|><|assistant|>it is 5<|end|>"
     given = len(ids_of("<|tool|>5<|end|><|assistant|>"))
     assert output.response_mask == [1] * len(ids_of(said)) + [0] * given + [1] * len(ids_of("it is 5<|end|>"))
-    assert output.response_logprobs == [-0.1 if mask else 0.0 for mask in output.response_mask]
-    assert output.reward_score == 1.0
-    assert output.num_turns == 4
+    assert output.log_probs == [-0.1 if mask else 0.0 for mask in output.response_mask]
+    assert trajectory.trajectory.score == 1.0
+    assert trajectory.trajectory.num_turns == 4
     assert output.policy_versions == (4, 4)
     assert script.requests[0].sampling.seed == 5
     assert len({request.sampling.seed for request in script.requests}) == 2
@@ -113,8 +114,8 @@ def test_the_prompt_shows_the_tools(programs: Programs) -> None:
         one("go"), tools=TOOLS, add_generation_prompt=True, tokenize=True, return_dict=False
     )
     (trajectory,) = programs.run(sum_with_tool, lambda text: "no<|end|>")
-    assert trajectory.output.prompt_ids == shown
-    assert trajectory.output.reward_score == 0.0
+    assert trajectory.trajectory.last.prompt_ids == shown
+    assert trajectory.trajectory.score == 0.0
 
 
 def test_many_at_a_time_and_streams(programs: Programs) -> None:
@@ -144,7 +145,7 @@ def test_many_at_a_time_and_streams(programs: Programs) -> None:
         delta = f"<|tool|>r{number}<|end|><|assistant|>"
         assert trajectory.aborted is None, trajectory.info
         assert text_of(trajectory) == delta.join([f"so {CALL}<|end|>"] * 3)
-        assert (trajectory.output.reward_score, trajectory.output.metrics) == (0.5, {"calls": 3.0})
+        assert (trajectory.trajectory.score, trajectory.info["calls"]) == (0.5, 3.0)
 
 
 def test_an_agent_of_a_framework(programs: Programs) -> None:
@@ -167,7 +168,7 @@ def test_an_agent_of_a_framework(programs: Programs) -> None:
     (trajectory,) = programs.run(agent, lambda text: "it is 5<|end|>" if "<|tool|>5" in text else said)
     assert trajectory.aborted is None, trajectory.info
     assert text_of(trajectory) == f"{said}<|tool|>5<|end|><|assistant|>it is 5<|end|>"
-    assert trajectory.output.reward_score == 1.0
+    assert trajectory.trajectory.score == 1.0
 
 
 def test_a_reward_over_http(programs: Programs) -> None:
@@ -179,7 +180,7 @@ def test_a_reward_over_http(programs: Programs) -> None:
             await asyncio.to_thread(lambda: urllib.request.urlopen(post, timeout=10).close())  # noqa: B023
 
     (trajectory,) = programs.run(agent, lambda text: "ok<|end|>")
-    assert trajectory.output.reward_score == 0.75
+    assert trajectory.trajectory.score == 0.75
 
 
 def test_without_a_reward_the_reward_function_decides(programs: Programs) -> None:
@@ -188,7 +189,7 @@ def test_without_a_reward_the_reward_function_decides(programs: Programs) -> Non
 
     (trajectory,) = programs.run(agent, lambda text: "ok<|end|>")
     assert trajectory.aborted is None
-    assert trajectory.output.reward_score is None
+    assert trajectory.trajectory.score is None
 
 
 REWRITES: dict[str, Callable[[list[Any]], list[Any]]] = {
@@ -247,7 +248,7 @@ def test_a_rewritten_history_begins_another_row_where_the_run_says_so(programs: 
     script = Scripted(lambda text: "ok<|end|>")
     (trajectory,) = programs.run(agent, script, multi_turn={"on_history_rewrite": "fork"})
     assert trajectory.aborted is None, trajectory.info
-    rows = [*trajectory.output.earlier, trajectory.output]
+    rows = trajectory.trajectory.segments
     assert len(rows) == 3
     said = ids_of("ok<|end|>")
     trained = []
@@ -311,7 +312,7 @@ def test_a_stop_text_ends_the_turn_where_it_stands(programs: Programs) -> None:
     (trajectory,) = programs.run(agent, lambda text: "fine<|end|>" if "Observation: 3" in text else told)
     assert text_of(trajectory).startswith("act Observation:<|end|><|user|>Observation: 3<|end|><|assistant|>")
     sampled = len(ids_of("act Observation:"))
-    assert trajectory.output.response_mask[: sampled + 1] == [1] * sampled + [0]
+    assert trajectory.trajectory.last.response_mask[: sampled + 1] == [1] * sampled + [0]
 
 
 async def endless(base_url: str, api_key: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -336,7 +337,7 @@ def test_turns_and_tokens_run_out(programs: Programs, limit: dict[str, Any]) -> 
     assert trajectory.info["counts"] == {"truncated": 1}
     assert reasons[-1] == "length"
     assert text_of(trajectory).endswith("<|assistant|>ok<|end|>")
-    assert len(trajectory.output.response_ids) <= 40 or len(reasons) == 4
+    assert len(trajectory.trajectory.last.response_ids) <= 40 or len(reasons) == 4
 
 
 def test_an_agent_that_does_not_know_limits_ends_with_what_it_has(programs: Programs) -> None:
@@ -352,7 +353,7 @@ def test_an_agent_that_does_not_know_limits_ends_with_what_it_has(programs: Prog
     assert trajectory.aborted is None, trajectory.info
     assert trajectory.info["counts"] == {"truncated": 1}
     assert text_of(trajectory) == "ok<|end|><|user|>more<|end|><|assistant|>ok<|end|>"
-    assert trajectory.output.reward_score == 0.5
+    assert trajectory.trajectory.score == 0.5
 
 
 def test_agents_that_raise_hang_or_do_nothing(programs: Programs) -> None:
@@ -375,7 +376,7 @@ def test_agents_that_raise_hang_or_do_nothing(programs: Programs) -> None:
     assert time.monotonic() - started < 15
     assert [t.aborted for t in trajectories] == [None, "exception", "timeout", "rollout", "score"]
     assert "ValueError: oh no" in trajectories[1].info["error"]
-    assert trajectories[1].output.response_ids == []
+    assert trajectories[1].trajectory.last.response_ids == []
 
 
 def test_a_blocking_agent_that_hangs_is_left_behind(programs: Programs) -> None:
@@ -423,8 +424,8 @@ def test_calls_whose_marks_are_special_tokens(programs: Programs) -> None:
     runner = programs.runner(sum_with_tool, tokenizer, multi_turn={"format": "deepseek"})
     (trajectory,) = run_rows(runner, Special(lambda text: ""))
     assert trajectory.aborted is None
-    assert trajectory.output.reward_score == 1.0
-    assert tokenizer.decode(trajectory.output.response_ids).startswith(said)
+    assert trajectory.trajectory.score == 1.0
+    assert tokenizer.decode(trajectory.trajectory.last.response_ids).startswith(said)
 
 
 def test_what_is_being_sampled_is_given_up_with_its_trajectory(programs: Programs) -> None:
@@ -439,7 +440,7 @@ def test_what_is_being_sampled_is_given_up_with_its_trajectory(programs: Program
                 raise
 
     started = time.monotonic()
-    (trajectory,) = programs.run(sum_with_tool, Slow(lambda text: "ok<|end|>", seconds=30), agent={"timeout_s": 0.5})
+    (trajectory,) = programs.run(sum_with_tool, Slow(lambda text: "ok<|end|>", seconds=30), agent={"timeout_s": 2.0})
     assert trajectory.aborted == "timeout"
     assert ended == ["cancelled"]
     assert time.monotonic() - started < 10
@@ -511,7 +512,7 @@ def test_rows_have_the_sampled_ids_and_log_probs(programs: Programs, tiny_model_
     rows = [Row(str(i), {"temperature": 1.0, "seed": i}, row(content=f"{i}", sample_index=i).fields) for i in range(4)]
     runner = programs.runner(agent, load_tokenizer(tiny_model_dir))
     for number, trajectory in enumerate(asyncio.run(runner.run(rows, EngineGenerator(engine)))):
-        output = trajectory.output
+        output = trajectory.trajectory.last
         assert trajectory.aborted is None, trajectory.info
         own = [token for token, mask in zip(output.response_ids, output.response_mask, strict=True) if mask]
         assert own == sampled[number]
@@ -521,8 +522,8 @@ def test_rows_have_the_sampled_ids_and_log_probs(programs: Programs, tiny_model_
         for column, mask in enumerate(output.response_mask):
             if mask:
                 fresh = log_probs[start + column - 1, output.response_ids[column]].item()
-                assert output.response_logprobs is not None
-                assert abs(fresh - output.response_logprobs[column]) < 1e-4
+                assert output.log_probs is not None
+                assert abs(fresh - output.log_probs[column]) < 1e-4
 
 
 def test_nothing_listens_any_more() -> None:

@@ -12,17 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.agent_loop import script
 from tests.agent_loop.script import TOKENIZER, Scripted, config, row, run
 from verl.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.agent_loop.base import AGENT_LOOPS
-from verl.agent_loop.batch import (
-    ROW_FIELDS,
-    Trajectory,
-    batch_from_trajectories,
-    expand_extra,
-    rows_from_batch,
-    stop_if_too_many_failed,
-)
+from verl.agent_loop.batch import rows_from_batch
 from verl.agent_loop.metrics import agent_metrics
 from verl.agent_loop.runner import AgentLoopRunner
 from verl.data.collate import object_array
@@ -30,7 +24,9 @@ from verl.errors import ConfigError, DataError, RolloutError
 from verl.protocol import DataProto
 from verl.tools import function_tool
 from verl.trainer.ppo.glossary import undocumented
-from verl.workers.rollout.base import Completion
+from verl.trajectories import Sample
+from verl.trajectories.batch import ROW_FIELDS, Layout, from_envelope, stop_if_too_many_failed, to_envelope
+from verl.workers.rollout.types import Completion
 
 
 @function_tool("nap")
@@ -91,8 +87,8 @@ def test_a_failing_sample_is_an_aborted_row_with_a_reason(caplog: pytest.LogCapt
     rows = [row(str(i), content) for i, content in enumerate(("fine", "bad", "gone", "good", "nice"))]
     trajectories = run(runner(), script, rows)
     assert [t.aborted for t in trajectories] == [None, "exception", "generation_aborted", None, None]
-    assert trajectories[1].output.response_ids == []
-    assert trajectories[1].output.prompt_ids == rows[1].fields["raw_prompt_ids"]
+    assert trajectories[1].trajectory.last.response_ids == []
+    assert trajectories[1].trajectory.last.prompt_ids == rows[1].fields["raw_prompt_ids"]
     assert "trajectory 1 was aborted (exception): ValueError: oh no" in caplog.text
 
 
@@ -144,8 +140,8 @@ def test_loops_of_a_file_take_settings_and_rows_choose_them(tmp_path: Path) -> N
     file.write_text(f"- name: echo\n  _target_: {tmp_path / 'loops.py'}:Echo\n  word: hi\n")
     one = runner({"agent_loop_config_path": str(file)})
     echoed, plain = run(one, lambda text: "ok<|end|>", [row("a", agent_name="echo"), row("b")])
-    assert TOKENIZER.decode(echoed.output.response_ids) == "hi"
-    assert TOKENIZER.decode(plain.output.response_ids) == "ok<|end|>"
+    assert TOKENIZER.decode(echoed.trajectory.last.response_ids) == "hi"
+    assert TOKENIZER.decode(plain.trajectory.last.response_ids) == "ok<|end|>"
     with pytest.raises(ConfigError, match="unknown agent loop 'ecoh'"):
         run(one, lambda text: "", [row(agent_name="ecoh")])
     file.write_text("- name: echo\n")
@@ -212,14 +208,14 @@ def test_traces_become_spans() -> None:
     assert whole.start_time <= call.start_time <= call.end_time <= whole.end_time + 1e6
 
 
-def trajectory(ids: list[int], mask: list[int], aborted: str | None = None, **fields: Any) -> Trajectory:
+def trajectory(ids: list[int], mask: list[int], aborted: str | None = None, **fields: Any) -> Sample:
     output = AgentLoopOutput([7, 8], ids, mask, [-1.0 * m for m in mask], num_turns=2, **fields)
     info = {"seconds": 1.0, "generate_seconds": 0.5, "tool_seconds": {"nap": [0.1, 0.3]}, "counts": {}}
-    return Trajectory(output, {**info, "aborted": aborted}, aborted)
+    return Sample([output.trajectory()], {**info, "aborted": aborted}, aborted)
 
 
-def batch_of(*trajectories: Trajectory) -> DataProto:
-    return batch_from_trajectories(trajectories, prompt_length=3, response_length=5, pad_token_id=0)
+def batch_of(*samples: Sample) -> DataProto:
+    return script.batch_of(samples, prompt_length=3, response_length=5)
 
 
 def test_the_batch_of_literal_trajectories() -> None:
@@ -238,41 +234,41 @@ def test_the_batch_of_literal_trajectories() -> None:
 def test_scores_of_turns_and_rows_find_their_tokens() -> None:
     first = trajectory([1, 2, 3, 4], [1, 1, 0, 1], reward_score=2.0, extra_fields={"turn_scores": [0.5, -1.0]})
     second = trajectory([1, 2], [1, 0], reward_score=3.0, extra_fields={"note": "x"})
-    batch = expand_extra(batch_of(first, second, trajectory([], [], "timeout")))
+    batch = batch_of(first, second, trajectory([], [], "timeout"))
     assert batch.batch["turn_scores"].tolist() == [[0, 0.5, 0, -1, 0], [0] * 5, [0] * 5]
     assert batch.batch["rm_scores"].tolist() == [[0, 0, 0, 2, 0], [3, 0, 0, 0, 0], [0] * 5]
     assert batch.non_tensor_batch["note"].tolist() == [None, "x", None]
-    assert "agent_extra" not in batch.non_tensor_batch
+    assert "samples" not in batch.non_tensor_batch
 
 
 def test_rows_without_a_score_are_left_to_the_reward_function() -> None:
     first, second = trajectory([1], [1], reward_score=2.0), trajectory([1], [1])
-    batch = expand_extra(batch_of(first, second, trajectory([], [], "timeout")))
+    batch = batch_of(first, second, trajectory([], [], "timeout"))
     assert "rm_scores" not in batch.batch
-    outcomes = list(batch.non_tensor_batch["score_outcome"])
-    assert [outcome and outcome.score for outcome in outcomes] == [2.0, None, 0.0]
+    assert list(batch.non_tensor_batch["score_outcome"]) == [2.0, None, 0.0]
 
 
 def test_parts_of_a_batch_join_whatever_their_loops_return() -> None:
     rich = trajectory([1], [1], reward_score=2.0, extra_fields={"turn_scores": [1.0], "note": 1})
-    whole = DataProto.concat([batch_of(rich), batch_of(trajectory([], [], "timeout"))])
-    assert expand_extra(whole).batch["turn_scores"].sum() == 1
+    layout = Layout(3, 5, 0)
+    parts = [to_envelope([sample], layout) for sample in (rich, trajectory([], [], "timeout"))]
+    samples, same = from_envelope(DataProto.concat(parts))
+    assert same == layout
+    assert batch_of(*samples).batch["turn_scores"].sum() == 1
 
 
 def test_fields_that_cannot_be_placed_are_refused() -> None:
     with pytest.raises(DataError, match="3 turn_scores for 2 turns"):
-        expand_extra(batch_of(trajectory([1, 2, 3], [1, 0, 1], extra_fields={"turn_scores": [1, 2, 3]})))
+        batch_of(trajectory([1, 2, 3], [1, 0, 1], extra_fields={"turn_scores": [1, 2, 3]}))
     with pytest.raises(DataError, match="extra field 'uid', which the batch has already"):
-        expand_extra(batch_of(trajectory([1], [1], extra_fields={"uid": "x"})))
+        batch_of(trajectory([1], [1], extra_fields={"uid": "x"}))
     for later in ("advantages", "score_outcome", "reward_acc"):  # fields that the batch gets in a later stage
         with pytest.raises(DataError, match=f"{later!r}, which the batch has already or will have"):
-            expand_extra(batch_of(trajectory([1], [1], extra_fields={later: "x"})))
+            batch_of(trajectory([1], [1], extra_fields={later: "x"}))
     with pytest.raises(RolloutError, match="2 response_ids, 1 entries"):
         AgentLoopOutput([1], [2, 3], [1], [0.0])
-    with pytest.raises(DataError, match="a prompt of 4 tokens, more than data.max_prompt_length=3"):
-        batch_from_trajectories(
-            [Trajectory(AgentLoopOutput([1] * 4, [], [], []))], prompt_length=3, response_length=5, pad_token_id=0
-        )
+    with pytest.raises(DataError, match="a prompt has 4 tokens, more than data.max_prompt_length=3"):
+        batch_of(Sample([AgentLoopOutput([1] * 4, [], [], []).trajectory()]))
 
 
 def test_rows_carry_their_columns_and_the_seeds_of_plain_generation() -> None:

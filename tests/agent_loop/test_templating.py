@@ -12,7 +12,7 @@ from tests.agent_loop.chat_templates import ADDED, TEMPLATES, chat_tokenizer, co
 from verl.agent_loop.conversation import Conversation, HistoryRewritten
 from verl.agent_loop.templating import ChatTemplater, Piece
 from verl.errors import DataError, RolloutError
-from verl.workers.rollout.base import Completion
+from verl.workers.rollout.types import Completion
 
 PROMPT = [{"role": "user", "content": "what is 2*3?"}]
 FAMILIES = sorted(TEMPLATES)
@@ -40,12 +40,12 @@ def test_the_text_is_the_templates_and_the_models_tokens_are_kept(family: str, m
     talk.add_sampled(first)
     assert talk.add([answer_of("6"), answer_of("seven\nlines")])
     talk.add_sampled(second)
-    ledger = talk.ledger
-    assert [token for token, mask in zip(ledger.ids, ledger.mask, strict=True) if mask] == [
+    token_trajectory = talk.token_trajectory
+    assert [token for token, mask in zip(token_trajectory.ids, token_trajectory.mask, strict=True) if mask] == [
         *first.token_ids,
         *second.token_ids,
     ]
-    spelled = tokenizer.decode(ledger.context, skip_special_tokens=False)
+    spelled = tokenizer.decode(token_trajectory.context, skip_special_tokens=False)
     messages = [*PROMPT, {"role": "assistant", "content": "let me see\n<tool_call>2*3</tool_call>"}]
     answers = [answer_of("6"), answer_of("seven\nlines")]
     if family == "gemma":
@@ -60,7 +60,9 @@ def test_literal_tokens_of_a_chatml_turn() -> None:
     talk, tokenizer = conversation("qwen2.5", merges=False)
     talk.add_sampled(turn(tokenizer, "hm"))
     talk.add([answer_of("6")])
-    given = [token for token, mask in zip(talk.ledger.ids, talk.ledger.mask, strict=True) if not mask]
+    given = [
+        token for token, mask in zip(talk.token_trajectory.ids, talk.token_trajectory.mask, strict=True) if not mask
+    ]
     text = "\n<|im_start|>user\n<tool_response>\n6\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert given == ids_of(tokenizer, text)  # the model has written <|im_end|> itself
 
@@ -69,8 +71,8 @@ def test_an_unfinished_turn_is_closed_for_the_model() -> None:
     talk, tokenizer = conversation("qwen2.5")
     talk.add_sampled(turn(tokenizer, "hm", ended=False))
     talk.add([answer_of("6")])
-    assert talk.ledger.ids[2] == tokenizer.eos_token_id
-    assert talk.ledger.mask[:3] == [1, 1, 0]
+    assert talk.token_trajectory.ids[2] == tokenizer.eos_token_id
+    assert talk.token_trajectory.mask[:3] == [1, 1, 0]
 
 
 def test_another_stop_token_stands_for_the_end_of_the_turn() -> None:
@@ -79,7 +81,7 @@ def test_another_stop_token_stands_for_the_end_of_the_turn() -> None:
     ids = [*ids_of(tokenizer, "hm"), eom]
     talk.add_sampled(Completion(ids, [0.0] * 3, "stop"))
     talk.add([answer_of("6")])
-    assert talk.ledger.ids[2:4] == [eom, tokenizer.convert_tokens_to_ids("<|start_header_id|>")]
+    assert talk.token_trajectory.ids[2:4] == [eom, tokenizer.convert_tokens_to_ids("<|start_header_id|>")]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -91,7 +93,9 @@ def test_control_tokens_in_the_words_of_tools_are_ordinary_text(family: str, mer
         talk, tokenizer = conversation(family, merges=merges)
         talk.add_sampled(turn(tokenizer, "hm"))
         talk.add([answer_of(words), answer_of(words)])
-        given = [token for token, mask in zip(talk.ledger.ids, talk.ledger.mask, strict=True) if not mask]
+        given = [
+            token for token, mask in zip(talk.token_trajectory.ids, talk.token_trajectory.mask, strict=True) if not mask
+        ]
         counts.append([token for token in given if token in control_ids(tokenizer)])
     assert counts[0] == counts[1]
     shown = tokenizer.decode(given, skip_special_tokens=False)
@@ -102,15 +106,15 @@ def test_thinking_that_a_template_drops_is_noticed() -> None:
     for family, answer in (("qwen3", {"role": "user", "content": "and 3*3?"}), ("deepseek", answer_of("6"))):
         talk, tokenizer = conversation(family)
         talk.add_sampled(turn(tokenizer, "<think>\nhm\n</think>\n\n6"))
-        before = list(talk.ledger.ids)
+        before = list(talk.token_trajectory.ids)
         with pytest.raises(HistoryRewritten, match=r"on_history_rewrite=fork .* append"):
             talk.add([answer])
-        assert talk.ledger.ids == before
+        assert talk.token_trajectory.ids == before
         kept, tokenizer = conversation(family, on_history_rewrite="append")
         kept.add_sampled(turn(tokenizer, "<think>\nhm\n</think>\n\n6"))
         assert kept.add([answer])
         assert kept.rewrites == 1
-        assert kept.ledger.ids[: len(before)] == before
+        assert kept.token_trajectory.ids[: len(before)] == before
 
 
 def test_thinking_that_stays_is_no_rewriting() -> None:
@@ -131,9 +135,9 @@ def test_what_does_not_fit_is_left_out() -> None:
     tokenizer = chat_tokenizer("qwen2.5")
     talk = Conversation(ChatTemplater(tokenizer), PROMPT, max_tokens=40)
     talk.add_sampled(turn(tokenizer, "hm"))
-    before = list(talk.ledger.ids)
+    before = list(talk.token_trajectory.ids)
     assert not talk.add([answer_of("6" * 40)])
-    assert talk.ledger.ids == before
+    assert talk.token_trajectory.ids == before
 
 
 def test_misuse() -> None:
@@ -190,14 +194,20 @@ def test_any_conversation(family: str, merges: bool, turns: list[tuple[str, bool
         completion = turn(tokenizer, text, ended=ended)
         sampled += completion.token_ids
         for other, contents in ((talk, answers), (plain, ["." for _ in answers])):
-            if completion.token_ids or other.ledger.ids:
+            if completion.token_ids or other.token_trajectory.ids:
                 other.add_sampled(completion)
                 assert other.add([answer_of(content) for content in contents])
-    ledger = talk.ledger
-    ledger.check()
-    kept = [token for token, mask in zip(ledger.ids, ledger.mask, strict=True) if mask]
+    token_trajectory = talk.token_trajectory
+    token_trajectory.check()
+    kept = [token for token, mask in zip(token_trajectory.ids, token_trajectory.mask, strict=True) if mask]
     assert kept == (sampled if kept else [])
     for role in ("tool",):
-        given = [t for t, r in zip(ledger.ids, ledger.roles, strict=True) if r == role and t in control]
-        reference = [t for t, r in zip(plain.ledger.ids, plain.ledger.roles, strict=True) if r == role and t in control]
+        given = [
+            t for t, r in zip(token_trajectory.ids, token_trajectory.roles, strict=True) if r == role and t in control
+        ]
+        reference = [
+            t
+            for t, r in zip(plain.token_trajectory.ids, plain.token_trajectory.roles, strict=True)
+            if r == role and t in control
+        ]
         assert given == reference

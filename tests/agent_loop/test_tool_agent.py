@@ -48,14 +48,14 @@ def runner(**multi_turn: Any) -> AgentLoopRunner:
 def test_a_call_its_answer_and_the_models_last_word() -> None:
     said = f"{call(a=2, b=3)}<|end|>"
     (trajectory,) = run(runner(), once(said))
-    output = trajectory.output
+    output = trajectory.trajectory.last
     assert text_of(trajectory) == f"{said}<|tool|>5<|end|><|assistant|>ok<|end|>"
     given = ids_of("<|tool|>5<|end|><|assistant|>")
     assert output.response_mask == [1] * len(ids_of(said)) + [0] * len(given) + [1, 1, 1]
-    assert output.response_logprobs == [-0.1 if mask else 0.0 for mask in output.response_mask]
-    assert output.num_turns == 4
+    assert output.log_probs == [-0.1 if mask else 0.0 for mask in output.response_mask]
+    assert trajectory.trajectory.num_turns == 4
     assert output.policy_versions == (4, 4)
-    assert len(output.extra_fields["state_hashes"]) == 2
+    assert len(trajectory.trajectory.columns["state_hashes"]) == 2
     assert trajectory.aborted is None
 
 
@@ -63,7 +63,7 @@ def test_the_model_goes_on_from_its_own_tokens_with_a_stream_for_each_turn() -> 
     generator = Scripted(once(f"{call(a=2, b=3)}<|end|>"))
     (trajectory,) = run(runner(), generator)
     first, second = generator.requests
-    output = trajectory.output
+    output = trajectory.trajectory.last
     assert second.prompt_ids == [*output.prompt_ids, *output.response_ids[:-3]]
     assert first.sampling.seed == 5
     assert second.sampling.seed not in (None, 5)
@@ -112,15 +112,15 @@ def test_limits_on_turns() -> None:
     for limits, turns in (({"max_assistant_turns": 3}, 3), ({"max_user_turns": 2}, 3), ({"max_user_turns": 1}, 2)):
         (trajectory,) = run(runner(**limits), lambda text: for_ever)
         assert text_of(trajectory).count("<tool_call>") == turns
-        assert trajectory.output.response_mask[-1] == 1  # it ends with the model's turn
+        assert trajectory.trajectory.last.response_mask[-1] == 1  # it ends with the model's turn
 
 
 def test_an_agent_that_never_stops_ends_with_the_response_length() -> None:
     (trajectory,) = run(runner(), lambda text: f"{call(a=1, b=1)}<|end|>")
-    assert len(trajectory.output.response_ids) <= 600
-    assert trajectory.info["counts"].get("truncated", 0) == 1 or trajectory.output.response_mask[-1] == 1
+    assert len(trajectory.trajectory.last.response_ids) <= 600
+    assert trajectory.info["counts"].get("truncated", 0) == 1 or trajectory.trajectory.last.response_mask[-1] == 1
     (cut,) = run(runner(), lambda text: "x" * 700)
-    assert len(cut.output.response_ids) == 600
+    assert len(cut.trajectory.last.response_ids) == 600
 
 
 def test_a_long_answer_is_cut_and_one_that_does_not_fit_left_out() -> None:
@@ -143,10 +143,10 @@ def test_a_long_answer_is_cut_and_one_that_does_not_fit_left_out() -> None:
 def test_rewards_of_tools_are_reported_or_added() -> None:
     said = once(f"{call('wait', seconds=0)}<|end|>")
     (trajectory,) = run(runner(), said)
-    assert trajectory.output.extra_fields["tool_rewards"] == {"turns": [0.5, 0.0], "trajectory": {}}
-    assert "turn_scores" not in trajectory.output.extra_fields
+    assert trajectory.trajectory.columns["tool_rewards"] == {"turns": [0.5, 0.0], "trajectory": {}}
+    assert "turn_scores" not in trajectory.trajectory.columns
     (trajectory,) = run(runner(tool_rewards="add"), said)
-    assert trajectory.output.extra_fields["turn_scores"] == [0.5, 0.0]
+    assert trajectory.trajectory.turn_scores == [0.5, 0.0]
 
 
 def test_a_row_may_choose_among_the_tools() -> None:
@@ -166,7 +166,7 @@ def test_tools_are_described_in_the_prompt_of_the_template() -> None:
 
     class Ends(Scripted):
         async def generate(self, request: Any, *, session: str | None = None) -> Any:
-            from verl.workers.rollout.base import Completion
+            from verl.workers.rollout.types import Completion
 
             self.requests.append(request)
             return Completion([tokenizer.eos_token_id], [0.0], "stop")

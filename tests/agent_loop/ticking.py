@@ -7,8 +7,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from verl.workers.rollout.base import Completion, GenerationRequest
-from verl.workers.rollout.serving import with_partial
+from verl.workers.rollout.pausing import with_partial
+from verl.workers.rollout.types import Completion, GenerationRequest
 
 
 def length_of(seed: int, longest: int) -> int:

@@ -113,7 +113,7 @@ def test_the_names_in_the_table_are_those_that_are_registered():
     from verl.algorithms import registry
     from verl.algorithms.registry import fields_needed
     from verl.trainer.ppo import core_algos  # noqa: F401  registers all
-    from verl.utils.tracking import TRACKERS
+    from verl.utils.tracker import TRACKERS
 
     assert set(ADV_ESTIMATORS) == set(registry.ADV_ESTIMATORS)
     assert set(POLICY_LOSSES) == set(registry.POLICY_LOSSES)

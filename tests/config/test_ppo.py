@@ -285,8 +285,8 @@ def test_the_smallest_command_line(ppo):
         ),
         (
             [f"{ARR}.hybrid_engine=False"],
-            f"{ARR}.hybrid_engine=False: generation in processes of its own is not in this version; use "
-            "hybrid_engine=True",
+            f"{ARR}.hybrid_engine=False: leave it True. Generation in processes of its own is rollout.mode=async; "
+            "roles on devices of their own are not in this version",
         ),
     ],
 )

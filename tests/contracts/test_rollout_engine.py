@@ -28,14 +28,9 @@ from tests.workers.rollout.helpers import (
 from tests.workers.rollout.served import ServedEngine, replicas, server_spec
 from verl.errors import RolloutError, WeightSyncError
 from verl.workers.rollout import ROLLOUT_ENGINES
-from verl.workers.rollout.base import (
-    Completion,
-    GenerationRequest,
-    RolloutEngine,
-    SamplingParams,
-    run_blocking,
-)
-from verl.workers.rollout.sglang import SGLangRolloutEngine
+from verl.workers.rollout.engine import RolloutEngine, run_blocking
+from verl.workers.rollout.sglang.engine import SGLangRolloutEngine
+from verl.workers.rollout.types import Completion, GenerationRequest, SamplingParams
 
 ENGINES: dict[str, Callable[[torch.nn.Module, Path], RolloutEngine]] = {
     "hf": make_engine,

@@ -13,13 +13,13 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.workers.engine.megatron_ranks import make_megatron_engine
+from tests.workers.engine.megatron.ranks import make_megatron_engine
 from tests.workers.engine.reference import LOG_PROBS, POLICY, make_engine, policy_batch, policy_loss
 from verl.errors import CheckpointError, ConfigError, SchemaError
 from verl.utils.device import device_memory_stats
 from verl.utils.metrics import MetricSet
 from verl.workers.engine.base import GlobalBatchInfo, MicroBatching, TrainEngine
-from verl.workers.sharding_manager.pieces import HeldWeights
+from verl.workers.sharding_manager.reshard.held_weights import HeldWeights
 
 WHOLE = MicroBatching()
 MICRO = [MicroBatching(size=1), MicroBatching(size=3), MicroBatching(max_tokens=24)]

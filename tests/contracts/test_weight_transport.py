@@ -23,12 +23,12 @@ from tests.workers.rollout.helpers import (
     weights_of,
 )
 from verl.errors import RolloutError, WeightSyncError
-from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.types import SamplingParams
 from verl.workers.sharding_manager import Transport, WeightReceiver, WeightSender
-from verl.workers.sharding_manager.broadcast import BroadcastTransport, transfer_group
-from verl.workers.sharding_manager.colocated import ColocatedTransport, SharedMemoryTransport
-from verl.workers.sharding_manager.disk import DiskTransport
-from verl.workers.sharding_manager.transport import Unpacker
+from verl.workers.sharding_manager.transports.base import Unpacker
+from verl.workers.sharding_manager.transports.broadcast import BroadcastTransport, transfer_group
+from verl.workers.sharding_manager.transports.colocated import ColocatedTransport, SharedMemoryTransport
+from verl.workers.sharding_manager.transports.disk import DiskTransport
 
 BUCKET = 1 << 12
 Pair = tuple[Transport, list[Transport]]

@@ -20,8 +20,8 @@ MAY_SPLIT_LINES = {
     "verl/selftest/certificate/report.py",
     "verl/selftest/main.py",
     "verl/single_controller/ray/session.py",
-    "verl/workers/engine/memory.py",
-    "verl/workers/rollout/sglang_process.py",
+    "verl/workers/engine/oom_retry.py",
+    "verl/workers/rollout/sglang/process.py",
     "tools/gen_families_reference.py",
 }
 

@@ -17,7 +17,7 @@ from verl.config.preference import PreferenceDataConfig
 from verl.data import RLHFDataset
 from verl.data.preference_dataset import PreferenceDataset
 from verl.data.sft_dataset import MultiTurnSFTDataset, SFTDataset, conversation_tokens
-from verl.workers.roles import RewardModelWorker
+from verl.workers.roles.reward_model import RewardModelWorker
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|observation|>"]
 # a turn ends where the next one begins, as in GLM's template

@@ -58,6 +58,7 @@ class RunningTrainer:
             TAG: self.tag,
             "VERL_FILE_LOGGER_PATH": str(directory / "metrics.jsonl"),
             "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",
         }
         variables.pop("RAY_ADDRESS", None)
         own = {
@@ -132,8 +133,13 @@ class RunningTrainer:
         raise AssertionError(f"nothing happened for {timeout_s} s; see {self.directory / 'log.txt'}")
 
     def finish(self, timeout_s: float = 240.0) -> int:
-        """Exit code of the command."""
-        return self.process.wait(timeout=timeout_s)
+        """Exit code of the command; one that does not end tells where it is."""
+        try:
+            return self.process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.kill(self.process.pid, signal.SIGABRT)  # faulthandler writes the stacks of all threads
+            self.process.wait(timeout=30)
+            raise AssertionError(f"the command did not end within {timeout_s} s: {self.text()[-8000:]}") from None
 
     def text(self) -> str:
         """What the command has written."""

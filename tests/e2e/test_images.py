@@ -249,15 +249,16 @@ class Shown(AgentLoopBase):
     async def run(self, sampling_params, **kwargs):
         conversation = open_conversation(self.context, kwargs["raw_prompt"], (), images=kwargs["images"])
         for turn in range(2):
-            ledger = conversation.ledger
-            done = await self.generate(ledger.context, sampling_params, max_tokens=3, images=ledger.images)
+            token_trajectory = conversation.token_trajectory
+            shown = token_trajectory.images
+            done = await self.generate(token_trajectory.context, sampling_params, max_tokens=3, images=shown)
             conversation.add_sampled(done)
             colour = (40 * turn, 90, 5 * (kwargs["sample_index"] % 7))
             picture = Image.new("RGB", (16, 8), colour)
             images = PromptImages.of(self.context.image_reader.read([picture], Path()))
             if turn or not conversation.add([{"role": "user", "content": [{"type": "image"}]}], images=images):
                 break
-        return AgentLoopOutput.from_ledger(conversation.ledger)
+        return AgentLoopOutput.from_token_trajectory(conversation.token_trajectory)
 """
 AGENT_CUTS = [
     ["trainer.n_gpus_per_node=2"],

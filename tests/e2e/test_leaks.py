@@ -15,7 +15,7 @@ import torch
 
 from tests.e2e.chaos import RAYS_OWN, RunningTrainer, metrics_by_step
 from tests.e2e.conftest import merge_overrides
-from verl.utils.tracking import FileTracker
+from verl.utils.trackers import FileTracker
 
 pytestmark = pytest.mark.e2e
 
@@ -77,7 +77,7 @@ import psutil
 import ray
 from ray._private.internal_api import node_stats
 
-from verl.utils.tracking import FileTracker
+from verl.utils.trackers import FileTracker
 
 log = FileTracker.log
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from verl.trainer.ppo.metrics import undocumented
-from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.engine.fsdp.engine import FSDPEngine
 
 pytestmark = pytest.mark.e2e
 

@@ -134,7 +134,7 @@ def test_a_file_system_that_becomes_read_only_leaves_the_previous_checkpoint(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Manager, "begin", read_only_from_now)
         # its open file would keep this test, unlike a failing disk, from making the file system read-only
-        patch.setattr("verl.trainer.main_ppo.TaskRunner.lock_directories", lambda _: None)
+        patch.setattr("verl.trainer.task_runner.TaskRunner.lock_directories", lambda _: None)
         if policy == "stop":
             with pytest.raises(CheckpointError, match=r"not writable.*step 1 is intact"):
                 run_training(*keys)

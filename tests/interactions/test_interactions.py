@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.agent_loop.script import TOKENIZER, config, row, run, text_of
-from verl.agent_loop.batch import batch_from_trajectories, expand_extra
+from tests.agent_loop.script import TOKENIZER, batch_of, config, row, run, text_of
 from verl.agent_loop.runner import AgentLoopRunner
 from verl.errors import ConfigError
 
@@ -96,14 +95,16 @@ def bisect(text: str) -> str:
 
 def test_an_episode_with_rewards_for_its_steps(make: Any) -> None:
     (trajectory,) = run(make(guess(make)), bisect, [row(interaction_kwargs={"seed": 7})])
-    assert TOKENIZER.decode(trajectory.output.prompt_ids) == ("<|user|>go\n\na number below 10<|end|><|assistant|>")
+    assert TOKENIZER.decode(trajectory.trajectory.last.prompt_ids) == (
+        "<|user|>go\n\na number below 10<|end|><|assistant|>"
+    )
     assert text_of(trajectory) == "5<|end|><|user|>higher<|end|><|assistant|>7<|end|>"
-    output = trajectory.output
-    assert output.extra_fields["turn_scores"] == [-0.1, 1.0]
-    assert output.extra_fields["interaction_rewards"] == [-0.1, 1.0]
-    assert output.reward_score == 0.0
-    assert output.extra_fields["state_hashes"][1] == (7, "higher")
-    batch = expand_extra(batch_from_trajectories([trajectory], prompt_length=60, response_length=60, pad_token_id=0))
+    output = trajectory.trajectory.last
+    assert trajectory.trajectory.turn_scores == [-0.1, 1.0]
+    assert trajectory.trajectory.columns["interaction_rewards"] == [-0.1, 1.0]
+    assert trajectory.trajectory.score == 0.0
+    assert trajectory.trajectory.columns["state_hashes"][1] == (7, "higher")
+    batch = batch_of([trajectory], prompt_length=60, response_length=60)
     scores = (batch.batch["turn_scores"] + batch.batch["rm_scores"])[0]
     assert scores[1].item() == pytest.approx(-0.1)  # on <|end|> of "5<|end|>"
     assert scores[len(output.response_ids) - 1] == 1.0
@@ -111,14 +112,14 @@ def test_an_episode_with_rewards_for_its_steps(make: Any) -> None:
 
 def test_the_whole_trajectory_may_get_the_sum(make: Any) -> None:
     (trajectory,) = run(make(guess(make, reward="trajectory")), bisect, [row(interaction_kwargs={"seed": 7})])
-    assert trajectory.output.reward_score == pytest.approx(0.9)
-    assert "turn_scores" not in trajectory.output.extra_fields
+    assert trajectory.trajectory.score == pytest.approx(0.9)
+    assert "turn_scores" not in trajectory.trajectory.columns
 
 
 def test_an_episode_that_is_cut_off_ends(make: Any) -> None:
     (trajectory,) = run(make(guess(make)), lambda text: "3<|end|>", [row(interaction_kwargs={"seed": 7})])
-    assert len(trajectory.output.extra_fields["turn_scores"]) == 5
-    assert trajectory.output.response_mask[-1] == 1
+    assert len(trajectory.trajectory.turn_scores) == 5
+    assert trajectory.trajectory.last.response_mask[-1] == 1
 
 
 @pytest.mark.parametrize(
@@ -145,10 +146,9 @@ def test_a_user_answers_and_leaves(make: Any) -> None:
     rows = [row(interaction_kwargs={"name": "doubter", "word": "certain"})]
     (trajectory,) = run(runner, lambda text: "yes<|end|>", rows)
     assert text_of(trajectory) == "yes<|end|><|user|>are you certain?<|end|><|assistant|>yes<|end|>"
-    output = trajectory.output
-    assert output.reward_score is None  # the reward function is asked, and sees what the user gave
-    assert output.extra_fields["interaction_rewards"] == [0.5, 0.5]
-    assert "turn_scores" not in output.extra_fields
+    assert trajectory.trajectory.score is None  # the reward function is asked, and sees what the user gave
+    assert trajectory.trajectory.columns["interaction_rewards"] == [0.5, 0.5]
+    assert "turn_scores" not in trajectory.trajectory.columns
     assert runner.interactions["doubter"].asked == {}
 
 

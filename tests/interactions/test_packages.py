@@ -45,7 +45,7 @@ class TestReasoningGym:
 
         rows = [row(str(n), interaction_kwargs={"seed": seed}) for n, seed in enumerate((5, 5, 6))]
         trajectories = run(runner_of(tmp_path, "ReasoningGymEnv", **self.SUMS), solve, rows)
-        assert [t.output.extra_fields["turn_scores"] for t in trajectories] == [[1.0]] * 3
+        assert [t.trajectory.turn_scores for t in trajectories] == [[1.0]] * 3
         assert questions[0] == questions[1] != questions[2]
 
     def test_another_try_after_a_wrong_answer(self, tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ class TestReasoningGym:
         (trajectory,) = run(runner, lambda text: "<answer>none</answer><|end|>", [row(interaction_kwargs={"seed": 5})])
         again = "<|user|>That is not right. Try again.<|end|><|assistant|>"
         assert text_of(trajectory) == f"<answer>none</answer><|end|>{again}<answer>none</answer><|end|>"
-        assert trajectory.output.extra_fields["interaction_rewards"] == [0.0, 0.0]
+        assert trajectory.trajectory.columns["interaction_rewards"] == [0.0, 0.0]
 
     def test_what_cannot_be_made_is_told(self, tmp_path: Path) -> None:
         (trajectory,) = run(runner_of(tmp_path, "ReasoningGymEnv", **self.SUMS), lambda text: "1<|end|>")
@@ -90,10 +90,10 @@ class TestTextArena:
         trajectories = run(runner, bisect, rows)
         for trajectory in trajectories:
             assert trajectory.aborted is None, trajectory.info.get("error")
-            scores = trajectory.output.extra_fields["interaction_rewards"]
+            scores = trajectory.trajectory.columns["interaction_rewards"]
             assert scores[-1] == 1.0
             assert not any(scores[:-1])
-        assert "Guess The Number" in TOKENIZER.decode(trajectories[0].output.prompt_ids)
+        assert "Guess The Number" in TOKENIZER.decode(trajectories[0].trajectory.last.prompt_ids)
         assert text_of(trajectories[0]) == text_of(trajectories[3])
         assert len({text_of(trajectory) for trajectory in trajectories}) > 1
         assert text_of(trajectories[0]).count("Guess The Number") == 0  # what was shown once is not repeated

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from verl.selftest import batches, laws
+from verl.selftest import batches, invariances
 from verl.selftest.checks import FIRST_STEP, LAWS, REFERENCE
-from verl.selftest.cuts import COLUMNS, DYNAMIC, MICRO, ORDER, OUTSIDE, PADDED
-from verl.selftest.planted import BUGS
+from verl.selftest.planted_bugs import BUGS
+from verl.selftest.splits import COLUMNS, DYNAMIC, MICRO, ORDER, OUTSIDE, PADDED
 
 
 @pytest.fixture(scope="module")
@@ -24,15 +24,17 @@ def test_every_bug_law_and_column_is_described(page: str) -> None:
         assert f"| `{bug}` |" in page
     for name in (REFERENCE, MICRO, DYNAMIC, PADDED, COLUMNS, ORDER, OUTSIDE, FIRST_STEP, LAWS):
         assert f"| {name} |" in page
-    for law in set().union(*laws._ESTIMATORS.values(), *laws._LOSSES.values()) - {"scale-free-at-zero-values"}:
+    for law in set().union(*invariances._ESTIMATORS.values(), *invariances._LOSSES.values()) - {
+        "scale-free-at-zero-values"
+    }:
         assert f"| {law} |" in page
-    for table, kind in ((laws._ESTIMATORS, "vectorized"), (laws._LOSSES, "_token")):
+    for table, kind in ((invariances._ESTIMATORS, "vectorized"), (invariances._LOSSES, "_token")):
         for name in table:
             assert name.removesuffix(f"_{kind}").removesuffix(kind) in page, name
 
 
 def test_the_example_for_plug_ins_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for table in (laws._ESTIMATORS, laws._LOSSES, batches._MAKERS):
+    for table in (invariances._ESTIMATORS, invariances._LOSSES, batches._MAKERS):
         for name in ("my_estimator", "my_loss", "tool_cost"):
             monkeypatch.delitem(table, name, raising=False)
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -40,5 +42,5 @@ def test_the_example_for_plug_ins_runs(page: str, monkeypatch: pytest.MonkeyPatc
     fields = batches.make_batch()
     batches.add_fields(fields, ["tool_cost"])
     assert fields["tool_cost"].shape == (batches.ROWS,)
-    assert laws.laws_of_estimator("my_estimator") == {"group-shift", "tied"}
-    assert laws.laws_of_loss("my_loss") == {"minus-mean-advantage"}
+    assert invariances.laws_of_estimator("my_estimator") == {"group-shift", "tied"}
+    assert invariances.laws_of_loss("my_loss") == {"minus-mean-advantage"}

@@ -6,7 +6,7 @@ import pytest
 
 from verl.errors import ConfigError
 from verl.selftest import run_selftest
-from verl.selftest.planted import BUGS, plant
+from verl.selftest.planted_bugs import BUGS, plant
 from verl.selftest.report import Report
 
 ROWS = ["estimator gae", "estimator grpo", "loss vanilla", "entropy", "kl k2", "value"]

@@ -18,10 +18,10 @@ from verl.selftest.backends import PlainBackend
 from verl.selftest.batches import ROWS, make_batch
 from verl.selftest.checks import Finding
 from verl.selftest.compare import Deviation, worst
-from verl.selftest.cuts import Cut, apply_cut, rank_cuts, single_process_cuts, undo
 from verl.selftest.entries import Entry, Outcome, complete_base, enumerate_entries, prepare, run
 from verl.selftest.model import save_tiny_models
 from verl.selftest.report import Report
+from verl.selftest.splits import Cut, apply_cut, rank_cuts, single_process_cuts, undo
 
 ENTRY = Entry("loss", "vanilla")
 

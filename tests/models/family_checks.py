@@ -22,7 +22,7 @@ from tests.workers.rollout.helpers import generate, hf_rollout, make_model, rand
 from verl.models.loading import language_model_class
 from verl.models.vision import ImageTokens
 from verl.workers.engine.base import MicroBatching
-from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.types import SamplingParams
 from verl.workers.sharding_manager.sync import WeightSync
 
 WHOLE = MicroBatching()

@@ -164,9 +164,9 @@ def test_heads_name_the_field_they_cannot_compute(tiny_model_dir: str) -> None:
 
 def test_memory_backed_copy_is_made_once(tiny_model_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from verl.models import loading
-    from verl.utils import owned
+    from verl.utils import owned_dirs
 
-    monkeypatch.setattr(owned, "SHARED_COPIES", tmp_path / "shm")
+    monkeypatch.setattr(owned_dirs, "SHARED_COPIES", tmp_path / "shm")
     first = loading.resolve_model_dir(tiny_model_dir, use_shm=True)
     assert first.is_relative_to(tmp_path / "shm")
     assert (first / "config.json").read_text() == (Path(tiny_model_dir) / "config.json").read_text()

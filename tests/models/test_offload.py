@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.workers.engine.reference import POLICY, TEMPERATURE, make_engine, policy_batch, policy_loss
 from verl.models.offload import offload_activations
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.engine.fsdp.engine import FSDPEngine
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ from verl.config import ModelConfig, RolloutConfig
 from verl.config.rollout import EngineKwargsConfig
 from verl.models.shape import CacheLayer, cache_layers, cached_token_bytes
 from verl.workers.rollout.settings import cache_itemsize
-from verl.workers.rollout.sglang_settings import server_arguments
-from verl.workers.rollout.vllm_settings import engine_arguments
+from verl.workers.rollout.sglang.arguments import server_arguments
+from verl.workers.rollout.vllm.arguments import engine_arguments
 
 
 def config(kind: str, **values: Any) -> Any:
@@ -134,8 +134,9 @@ TINY: dict[str, Any] = {
 def test_the_built_in_engine_holds_what_is_counted(kind: str, values: dict[str, Any], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from verl.workers.rollout.base import GenerationRequest, SamplingParams, run_blocking
+    from verl.workers.rollout.engine import run_blocking
     from verl.workers.rollout.hf.engine import HFRolloutEngine
+    from verl.workers.rollout.types import GenerationRequest, SamplingParams
 
     built = config(kind, **{**TINY, **values})
     torch.manual_seed(0)

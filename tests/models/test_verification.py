@@ -21,9 +21,9 @@ from verl.models.families import TESTED_FAMILIES, must_verify
 from verl.models.heads import HeadModel
 from verl.models.loading import supports_packing
 from verl.workers.engine.base import MicroBatching
-from verl.workers.rollout.base import SamplingParams
 from verl.workers.rollout.hf import attention
 from verl.workers.rollout.hf.engine import HFRolloutEngine
+from verl.workers.rollout.types import SamplingParams
 
 WHOLE = MicroBatching()
 

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from tests.agent_loop.script import TOKENIZER as AGENT_TOKENIZER
-from tests.agent_loop.script import config, row, run
+from tests.agent_loop.script import batch_of, config, row, run
 from tests.rewards.batches import TOKENIZER, batch
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, LoopSpec
-from verl.agent_loop.batch import Trajectory, batch_from_trajectories, expand_extra
 from verl.agent_loop.proxy_session import ProxySession
 from verl.agent_loop.runner import AgentLoopRunner
 from verl.errors import DataError, RewardError, ScoreError
@@ -26,7 +25,8 @@ from verl.rewards.managers import BatchRewardManager, NaiveRewardManager
 from verl.rewards.outcome import as_outcome, checked_score
 from verl.tools import ToolResponse, function_tool
 from verl.trainer.ppo.scoring import Scorer
-from verl.workers.rollout.openai_protocol import ApiError
+from verl.trajectories import Sample
+from verl.workers.rollout.serving.openai_protocol import ApiError
 
 NO_SCORES = [math.nan, math.inf, -math.inf, 1e39, -1e300, 10**400, np.float32("nan"), torch.tensor(math.inf)]
 """Not finite as float32, in which scores are kept."""
@@ -75,7 +75,7 @@ def test_tools(how: str, value: Any) -> None:
     (trajectory,) = run(loops, lambda text: "ok<|end|>" if "<|tool|>" in text else said)
     assert trajectory.aborted == "score"
     assert "tool 'pay' gave the reward" in trajectory.info["error"]
-    assert trajectory.output.reward_score is None
+    assert trajectory.trajectory.score is None
 
 
 def test_rewards_of_tools_for_the_trajectory() -> None:
@@ -199,14 +199,8 @@ def _row(mask: list[int], **more: Any) -> AgentLoopOutput:
 
 
 def _batch_of(output: AgentLoopOutput, prompt_length: int = 4, response_length: int = 4) -> DataProto:
-    made = batch_from_trajectories(
-        [Trajectory(output, {"aborted": None})],
-        prompt_length=prompt_length,
-        response_length=response_length,
-        pad_token_id=0,
-        forks=True,
-    )
-    return expand_extra(made)
+    sample = Sample([output.trajectory()], {"aborted": None})
+    return batch_of([sample], prompt_length=prompt_length, response_length=response_length, forks=True)
 
 
 @pytest.mark.parametrize("scores", [[1.0], [1.0, 2.0], None])
@@ -228,9 +222,9 @@ def test_other_counts_of_turns() -> None:
 
 def test_earlier_rows_that_are_too_long() -> None:
     earlier = [_row([1, 0, 1])]
-    with pytest.raises(DataError, match=r"a response of 3 tokens, more than data.max_response_length=2"):
+    with pytest.raises(DataError, match=r"a response has 3 tokens, more than data.max_response_length=2"):
         _batch_of(_row([1], earlier=earlier), response_length=2)
-    with pytest.raises(DataError, match=r"a prompt of 3 tokens, more than data.max_prompt_length=2"):
+    with pytest.raises(DataError, match=r"a prompt has 3 tokens, more than data.max_prompt_length=2"):
         long = AgentLoopOutput([5, 6, 7], [8], [1], [0.0])
         _batch_of(_row([1], earlier=[long]), prompt_length=2)
 

@@ -17,10 +17,11 @@ import torch
 from verl.errors import ConfigError, RewardError
 from verl.rewards.async_scorer import AsyncScorer
 from verl.rewards.function import ScoreFunction
+from verl.rewards.make_scorer import make_scorer
+from verl.rewards.missing_scores import ScoringOptions
 from verl.rewards.outcome import OutcomeKind, RewardOutcome, as_outcome
-from verl.rewards.policy import ScoringOptions
 from verl.rewards.process_scorer import ProcessScorer
-from verl.rewards.scoring import ThreadScorer, make_scorer
+from verl.rewards.scoring import ThreadScorer
 
 CODE = """
 import os, time, signal

@@ -12,7 +12,7 @@ PROGRAM = """
 import sys
 from verl.rewards import ScoringOptions
 from verl.rewards.function import ScoreFunction
-from verl.rewards.scoring import make_scorer
+from verl.rewards.make_scorer import make_scorer
 from verl.rewards.streaming import StreamScorer
 
 how, name, limit = sys.argv[1:4]

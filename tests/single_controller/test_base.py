@@ -25,7 +25,7 @@ from verl.single_controller.base.decorator import (
     register_dispatch_mode,
     update_dispatch_mode,
 )
-from verl.single_controller.base.worker_group import Mesh
+from verl.single_controller.base.mesh import Mesh
 from verl.single_controller.ray.base import rank_environments
 
 

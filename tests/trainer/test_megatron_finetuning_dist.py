@@ -72,7 +72,7 @@ def run(kind: str, model: str, work: Path, name: str, world: int, steps: int, **
 
 
 def two_ranks(rank: int, model: str, work: str) -> None:
-    from verl.workers.engine.megatron_parallel import leave_parallel_groups
+    from verl.workers.engine.megatron.parallel import leave_parallel_groups
 
     where = Path(work)
 

@@ -12,17 +12,17 @@ import torch
 
 from tests.agent_loop.script import TOKENIZER, config
 from tests.agent_loop.ticking import Ticking, length_of, log_prob_of, token_of
-from verl.agent_loop.batch import ROW_FIELDS
 from verl.agent_loop.runner import AgentLoopRunner
 from verl.checkpoint.state import load_state, save_state
 from verl.errors import CheckpointError
 from verl.protocol import DataProto
 from verl.trainer.ppo.glossary import undocumented
-from verl.trainer.ppo.group_filter import GroupFilter
 from verl.trainer.ppo.metrics import compute_data_metrics, compute_staleness_metrics
-from verl.trainer.ppo.over_sampling import OverSamplingSource
 from verl.trainer.ppo.scoring import Scorer
-from verl.trainer.ppo.sources import SyncSource
+from verl.trainer.ppo.sources.base import SyncSource
+from verl.trainer.ppo.sources.group_filter import GroupFilter
+from verl.trainer.ppo.sources.over_sampling import OverSamplingSource
+from verl.trajectories.batch import ROW_FIELDS
 from verl.utils.seeding import derive_seed
 from verl.utils.timing import StepTimer
 

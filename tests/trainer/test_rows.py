@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.agent_loop.batch import EARLIER_ROWS
 from verl.algorithms.gae import compute_gae_advantage_return
 from verl.data.collate import object_array
 from verl.protocol import DataProto
@@ -18,6 +17,7 @@ from verl.schema import check_batch
 from verl.trainer.ppo.advantage import compute_advantage
 from verl.trainer.ppo.metrics import compute_data_metrics
 from verl.trainer.ppo.rows import PADDING, arrange_rows, compute_row_advantages, lay_out_rows, without_padding
+from verl.trajectories.batch import EARLIER_ROWS
 from verl.workers.engine.batching import MINI_BATCH_ROWS
 
 P, R = 3, 8

@@ -23,9 +23,11 @@ from verl.protocol import DataProto
 from verl.trainer.ppo import servers
 from verl.trainer.ppo.placement import processes_per_slot, replica_count, shared_config, slots_of_replicas
 from verl.trainer.ppo.servers import AgentLoopPool, ServerRollout
-from verl.workers.rollout.base import GenerationRequest, SamplingParams, run_blocking
+from verl.trajectories.batch import from_envelope
+from verl.workers.rollout.engine import run_blocking
+from verl.workers.rollout.types import GenerationRequest, SamplingParams
 from verl.workers.sharding_manager import SendReport, SyncReport
-from verl.workers.sharding_manager.link import WeightLink
+from verl.workers.sharding_manager.weight_link import WeightLink
 
 
 @pytest.mark.parametrize(
@@ -198,7 +200,7 @@ def agent_processes(model: str, directory: Path, **agent: Any) -> Iterator[Calla
         batch = DataProto.from_dict({"input_ids": prompts, "attention_mask": torch.ones_like(prompts)})
         batch.meta_info.update(step=1)
         result = pool.run(batch, None, pad_token_id=0)  # type: ignore[arg-type]  # these loops sample nothing
-        return result.batch["responses"][:, 0].tolist()  # type: ignore[no-any-return]
+        return [int(sample.trajectory.last.response_ids[0]) for sample in from_envelope(result)[0]]
 
     try:
         yield respond

@@ -14,10 +14,10 @@ from verl.checkpoint.state import load_state, save_state
 from verl.data.collate import object_array
 from verl.errors import CheckpointError, DataError, RewardError
 from verl.protocol import DataProto
-from verl.trainer.ppo.group_filter import GroupFilter
-from verl.trainer.ppo.plain import from_plain, to_plain
 from verl.trainer.ppo.scoring import Scorer, outcomes
-from verl.trainer.ppo.sources import SyncSource, steps_in_run
+from verl.trainer.ppo.sources.base import SyncSource, steps_in_run
+from verl.trainer.ppo.sources.group_filter import GroupFilter
+from verl.trainer.ppo.sources.kept_batches import from_plain, to_plain
 from verl.utils.metrics import MetricSet, msum
 from verl.utils.timing import StepTimer
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from verl.utils import owned
-from verl.utils.owned import Owner, make_owned_dir, make_short_dir, owner_of, shared_copy, sweep
+from verl.utils.owned import Owner, owner_of, sweep
+from verl.utils.owned_dirs import make_owned_dir, make_short_dir, shared_copy
 
 
 def dead_owner() -> Owner:
@@ -68,7 +69,7 @@ def test_a_sweep_takes_what_has_no_owner_and_nothing_else(tmp_path: Path, monkey
 USER = """
 import sys, time
 from pathlib import Path
-from verl.utils.owned import shared_copy
+from verl.utils.owned_dirs import shared_copy
 print(shared_copy("model", lambda path: path.mkdir(), Path(sys.argv[1])), flush=True)
 input()
 """
@@ -99,7 +100,7 @@ def test_a_shared_copy_goes_with_its_last_user(tmp_path: Path, killed: bool) -> 
 
 PROGRAM = """
 import subprocess, sys, time
-from verl.utils.owned import make_owned_dir
+from verl.utils.owned_dirs import make_owned_dir
 from pathlib import Path
 from verl.utils.watcher import also_sweep, new_program, program_ended
 new_program()

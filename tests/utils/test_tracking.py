@@ -19,7 +19,10 @@ import pytest
 import torch
 
 from verl.errors import ConfigError
-from verl.utils.tracking import TRACKERS, ConsoleTracker, FileTracker, RunInfo, Tracking, console_line, dumps_json
+from verl.utils.console_tracker import ConsoleTracker, console_line
+from verl.utils.tracker import TRACKERS, RunInfo
+from verl.utils.trackers import FileTracker
+from verl.utils.tracking import Tracking, dumps_json
 
 STEP = {
     "critic/rewards/mean": 0.7344,

@@ -13,8 +13,9 @@ from verl.config import ActorRolloutRefConfig, PPOConfig, load_config
 from verl.errors import WeightSyncError
 from verl.protocol import DataProto
 from verl.utils.distributed import destroy_process_group
-from verl.workers import fsdp_workers, megatron_workers, roles
+from verl.workers import fsdp_workers, megatron_workers
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
+from verl.workers.roles import actor_rollout_ref
 
 RUNTIME: dict[str, Any] = {"device": "cpu", "seed": 1, "timeout_s": 60.0}
 
@@ -129,9 +130,9 @@ def test_ranks_generate_together_with_what_they_train(
     )
     workers: Any = megatron_workers if megatron else fsdp_workers
     worker = workers.ActorRolloutRefWorker(config, **RUNTIME)
-    for module in (roles, fsdp_workers):
+    for module in (actor_rollout_ref, fsdp_workers):
         monkeypatch.setattr(module, "get_world_size", lambda: 4)
-    monkeypatch.setattr(roles, "env_local_world_size", lambda: 4)
+    monkeypatch.setattr(actor_rollout_ref, "env_local_world_size", lambda: 4)
     try:
         assert worker.rollout_options() == (groups if groups == {} else {"groups": groups})
     finally:

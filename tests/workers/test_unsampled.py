@@ -20,9 +20,10 @@ from verl.config import FSDPConfig, ModelConfig, RolloutConfig
 from verl.models.logprobs import LogitTransform, token_log_probs, token_sum_pi_squared
 from verl.utils.tokenizer import load_tokenizer, textless_tokens, unsampled_tokens
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.engine.fsdp.engine import FSDPEngine
 from verl.workers.rollout import get_rollout_class
-from verl.workers.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.workers.rollout.engine import RolloutEngine
+from verl.workers.rollout.types import Completion, SamplingParams
 
 WHOLE = MicroBatching()
 TOKENS, SURPLUS = 104, 60

@@ -12,15 +12,15 @@ from tensordict import TensorDict
 
 from verl.utils.flops import FlopsCounter
 from verl.utils.metrics import MetricSet, msum
-from verl.workers import roles
 from verl.workers.engine.base import MicroBatching, ParallelLayout
-from verl.workers.roles import RoleWorker
+from verl.workers.roles import base
+from verl.workers.roles.base import RoleWorker
 
 
 def run(monkeypatch: pytest.MonkeyPatch, device: str, epochs: int) -> MetricSet:
     clock = itertools.count(0, 2)  # an update takes two seconds
-    monkeypatch.setattr(roles.time, "perf_counter", lambda: float(next(clock)))
-    monkeypatch.setattr(roles, "device_name", lambda _: device)
+    monkeypatch.setattr(base.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(base, "device_name", lambda _: device)
     engine: Any = SimpleNamespace(
         flops=FlopsCounter(per_token=1e12, attention=0.0),
         layout=ParallelLayout(),

@@ -12,10 +12,10 @@ from verl.agent_loop.base import (
     register,
 )
 from verl.agent_loop.conversation import Conversation, HistoryRewritten
-from verl.agent_loop.ledger import TokenLedger
 from verl.agent_loop.multi_agent import MultiAgentLoop
 from verl.agent_loop.proxy import OpenAIAgentLoop
 from verl.agent_loop.single_turn import SingleTurnAgentLoop
+from verl.agent_loop.token_trajectory import TokenTrajectory
 from verl.agent_loop.tool_agent import ToolAgentLoop
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "OpenAIAgentLoop",
     "SingleTurnAgentLoop",
     "TokenGenerator",
-    "TokenLedger",
+    "TokenTrajectory",
     "ToolAgentLoop",
     "register",
 ]

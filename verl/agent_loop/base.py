@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-from verl.agent_loop.ledger import TokenLedger
+from verl.agent_loop.token_trajectory import TokenTrajectory
 from verl.errors import ConfigError, RolloutError
 from verl.tools.toolbox import ToolLimits
+from verl.trajectories import Segment, Trajectory
 from verl.utils.dynamic_import import load_target, read_yaml
 from verl.utils.registry import Registry
 from verl.utils.seeding import derive_seed
-from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
+from verl.workers.rollout.types import Completion, GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,40 +103,81 @@ class AgentLoopOutput:
             )
 
     @classmethod
-    def from_ledger(cls, ledger: TokenLedger, *, earlier: Sequence[TokenLedger] = (), **fields: Any) -> AgentLoopOutput:
-        """The row of a ledger, or the rows of several; ``state_hashes`` are the ledgers' unless given.
+    def from_token_trajectory(
+        cls, token_trajectory: TokenTrajectory, *, earlier: Sequence[TokenTrajectory] = (), **fields: Any
+    ) -> AgentLoopOutput:
+        """The row of a token trajectory, or the rows of several; ``state_hashes`` are theirs unless given.
 
         A last row in which the model did not speak any more is left out.
         """
-        ledgers = [*earlier, ledger]
-        while len(ledgers) > 1 and not any(ledgers[-1].mask):
-            ledgers.pop()
-        ledger = ledgers[-1]
-        hashes = [name for one in ledgers for name in one.state_hashes()]
+        lines = [*earlier, token_trajectory]
+        while len(lines) > 1 and not any(lines[-1].mask):
+            lines.pop()
+        token_trajectory = lines[-1]
+        hashes = [name for one in lines for name in one.state_hashes()]
         extra = {"state_hashes": hashes, **fields.pop("extra_fields", {})}
         return cls(
-            prompt_ids=ledger.prompt_ids,
-            response_ids=ledger.ids,
-            response_mask=ledger.mask,
-            response_logprobs=ledger.log_probs,
-            policy_versions=ledger.version_range(),
-            token_versions=ledger.versions,
-            num_turns=fields.pop("num_turns", sum(one.num_turns for one in ledgers) + 1),
+            prompt_ids=token_trajectory.prompt_ids,
+            response_ids=token_trajectory.ids,
+            response_mask=token_trajectory.mask,
+            response_logprobs=token_trajectory.log_probs,
+            policy_versions=token_trajectory.version_range(),
+            token_versions=token_trajectory.versions,
+            num_turns=fields.pop("num_turns", sum(one.num_turns for one in lines) + 1),
             extra_fields=extra,
-            images=ledger.images,
-            earlier=[cls._tokens(one) for one in ledgers[:-1]],
+            images=token_trajectory.images,
+            earlier=[cls._tokens(one) for one in lines[:-1]],
             **fields,
         )
 
+    def trajectory(self) -> Trajectory:
+        """The record that scoring and training read."""
+        columns = dict(self.extra_fields)
+        turn_scores = columns.pop("turn_scores", None)
+        return Trajectory(
+            [one._segment() for one in (*self.earlier, self)],
+            score=self.reward_score,
+            turn_scores=turn_scores,
+            num_turns=self.num_turns,
+            columns=columns,
+            images=self._images_behind_prompt(),
+        )
+
+    def _segment(self) -> Segment:
+        return Segment(
+            self.prompt_ids,
+            self.response_ids,
+            self.response_mask,
+            self.response_logprobs,
+            self.token_versions,
+            self.policy_versions,
+            self.overlong,
+        )
+
+    def _images_behind_prompt(self) -> dict[str, Any] | None:
+        images = self.images
+        if images is None:
+            return None
+        assert images.starts is not None
+        count = sum(at < len(self.prompt_ids) for at in images.starts)
+        if count == len(images.keys):
+            return None
+        more = images.behind(count)
+        return {
+            "pixel_values": more.pixel_values,
+            "image_grid_thw": more.grid_thw,
+            "image_starts": list(images.starts),
+        }
+
     @classmethod
-    def _tokens(cls, ledger: TokenLedger) -> AgentLoopOutput:
+    def _tokens(cls, token_trajectory: TokenTrajectory) -> AgentLoopOutput:
         return cls(
-            ledger.prompt_ids,
-            ledger.ids,
-            ledger.mask,
-            ledger.log_probs,
-            policy_versions=ledger.version_range(),
-            token_versions=ledger.versions,
+            token_trajectory.prompt_ids,
+            token_trajectory.ids,
+            token_trajectory.mask,
+            token_trajectory.log_probs,
+            policy_versions=token_trajectory.version_range(),
+            token_versions=token_trajectory.versions,
         )
 
 
@@ -209,7 +251,7 @@ class AgentLoopBase(ABC):
         """Run the trajectory of one row.
 
         Args:
-            sampling_params: arguments of :class:`~verl.workers.rollout.base.SamplingParams`, without ``max_tokens``.
+            sampling_params: arguments of :class:`~verl.workers.rollout.types.SamplingParams`, without ``max_tokens``.
             kwargs: the row: ``raw_prompt`` (messages), ``raw_prompt_ids`` (the prompt's tokens as the data set made
                 them), ``tools_kwargs``, ``interaction_kwargs``, ``extra_info``, ``reward_model``, ``data_source``,
                 ``uid``, ``index`` and ``sample_index`` as far as the batch has them, and ``images`` (of the prompt, a

@@ -7,12 +7,12 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from verl.agent_loop.ledger import TokenLedger
 from verl.agent_loop.templating import ChatTemplater
+from verl.agent_loop.token_trajectory import TokenTrajectory
 from verl.data.chat import Message
 from verl.data.images import repeated
 from verl.errors import RolloutError
-from verl.workers.rollout.base import Completion
+from verl.workers.rollout.types import Completion
 
 if TYPE_CHECKING:
     from verl.agent_loop.base import AgentContext
@@ -37,7 +37,7 @@ class Conversation:
         reader: of the policy; needed for images.
 
     Attributes:
-        ledger: tokens of the row that the model is adding to.
+        token_trajectory: tokens of the row that the model is adding to.
         earlier: finished rows of the same trajectory, with ``fork``.
         rewrites: how often the template would have written earlier turns differently.
         overlong: the conversation was cut off: a turn of the model used up the room, or an addition found none.
@@ -57,8 +57,8 @@ class Conversation:
         self.reader = reader
         self.messages: list[Message] = list(messages)
         prompt_ids, images = self._with_images(templater.prompt(messages), images, 0)
-        self.ledger = TokenLedger(prompt_ids, images=images)
-        self.earlier: list[TokenLedger] = []
+        self.token_trajectory = TokenTrajectory(prompt_ids, images=images)
+        self.earlier: list[TokenTrajectory] = []
         self._ours = len(messages)
         self.max_tokens = max_tokens
         self.on_history_rewrite = on_history_rewrite
@@ -70,11 +70,11 @@ class Conversation:
     @property
     def room(self) -> int:
         """Tokens that may still be added."""
-        return self.max_tokens - len(self.ledger)
+        return self.max_tokens - len(self.token_trajectory)
 
     def add_sampled(self, completion: Completion) -> str:
         """Add a turn of the model and return its text."""
-        self.ledger.append_sampled(completion)
+        self.token_trajectory.append_sampled(completion)
         ended = completion.finish_reason == "stop"
         self.overlong = self.room < 1 and not ended
         text = self.templater.turn_text(completion.token_ids, ended=ended)
@@ -133,7 +133,7 @@ class Conversation:
         else:
             ended = self._last.finish_reason == "stop"
             more = self.templater.continuation(self.messages[:-1], messages, self._last.token_ids, ended=ended)
-        ids, images = self._with_images(more.ids, images, len(self.ledger.context))
+        ids, images = self._with_images(more.ids, images, len(self.token_trajectory.context))
         if len(ids) >= self.room:
             self.overlong = True
             return False
@@ -149,9 +149,11 @@ class Conversation:
                     "actor_rollout_ref.rollout.multi_turn.on_history_rewrite=fork to train on it as several rows, "
                     "append to keep sampled tokens as they are, or use a chat template that changes no earlier turn"
                 )
-        self.ledger.append_given(ids, str(messages[0]["role"]))
+        self.token_trajectory.append_given(ids, str(messages[0]["role"]))
         if images is not None:
-            self.ledger.images = images if self.ledger.images is None else self.ledger.images.followed_by(images)
+            self.token_trajectory.images = (
+                images if self.token_trajectory.images is None else self.token_trajectory.images.followed_by(images)
+            )
         self.messages.extend(messages)
         self._shown = shown
         self._last = None
@@ -172,19 +174,19 @@ class Conversation:
         Raises:
             RolloutError: the conversation has images.
         """
-        if self.ledger.images is not None:
+        if self.token_trajectory.images is not None:
             raise RolloutError("conversations with images cannot be forked; set multi_turn.on_history_rewrite=append")
         fresh = self.templater.conversation(messages, ours=self._ours)
-        first = self.earlier[0] if self.earlier else self.ledger
+        first = self.earlier[0] if self.earlier else self.token_trajectory
         common = sum(1 for _ in takewhile(_equal, zip(fresh.ids, first.prompt_ids, strict=False)))
         start = max(1, common)
         given = fresh.ids[start:]
         if len(given) >= self.max_tokens:
             self.overlong = True
             return False
-        self.earlier.append(self.ledger)
-        self.ledger = TokenLedger(fresh.ids[:start])
-        self.ledger.append_given(given, str(messages[-1]["role"]))
+        self.earlier.append(self.token_trajectory)
+        self.token_trajectory = TokenTrajectory(fresh.ids[:start])
+        self.token_trajectory.append_given(given, str(messages[-1]["role"]))
         self.messages = list(messages)
         self._shown = fresh.text
         self._last = None
@@ -223,7 +225,7 @@ def open_conversation(
         images=images,
         reader=context.image_reader,
     )
-    length, limit = len(conversation.ledger.prompt_ids), config.prompt_length
+    length, limit = len(conversation.token_trajectory.prompt_ids), config.prompt_length
     if length > limit:
         raise RolloutError(
             f"the prompt has {length} tokens with its {len(tools)} tool description(s), more than "

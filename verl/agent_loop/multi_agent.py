@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from verl.agent_loop.base import AgentContext, AgentLoopBase, AgentLoopOutput, register
 from verl.agent_loop.conversation import Conversation, open_conversation
-from verl.agent_loop.partner import limited, with_opening
-from verl.agent_loop.rows import PLAYER
+from verl.agent_loop.environment_session import limited, with_opening
 from verl.agent_loop.tool_agent import messages_of_row, need_chat_template
 from verl.errors import ConfigError, RolloutError
 from verl.rewards.outcome import checked_score
 from verl.tools.threads import run_in_thread
+from verl.trajectories.batch import PLAYER
 from verl.utils.dynamic_import import load_target
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class _Seat:
     @property
     def context_ids(self) -> list[int]:
         """What the model reads as this player."""
-        return self._open.ledger.context
+        return self._open.token_trajectory.context
 
     @property
     def room(self) -> int:
@@ -147,8 +147,8 @@ class _Seat:
             extra["turn_scores"], total = self.scores, 0.0
         elif reward == "trajectory":
             total = sum(self.scores)
-        return AgentLoopOutput.from_ledger(
-            self.conversation.ledger,
+        return AgentLoopOutput.from_token_trajectory(
+            self.conversation.token_trajectory,
             earlier=self.conversation.earlier,
             overlong=self.conversation.overlong,
             reward_score=total,

@@ -16,8 +16,8 @@ from verl.errors import ConfigError, RolloutError
 from verl.rewards.outcome import checked_score
 from verl.tools.threads import run_in_thread
 from verl.utils.dynamic_import import load_object
-from verl.workers.rollout.base import Completion
-from verl.workers.rollout.openai_api import aiohttp_web
+from verl.workers.rollout.serving.openai_api import aiohttp_web
+from verl.workers.rollout.types import Completion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,7 +82,9 @@ class OpenAIAgentLoop(AgentLoopBase):
 
     def _finish(self, session: ProxySession, result: Any) -> AgentLoopOutput:
         conversation = session.conversation
-        if conversation is None or not any(any(one.mask) for one in (*conversation.earlier, conversation.ledger)):
+        if conversation is None or not any(
+            any(one.mask) for one in (*conversation.earlier, conversation.token_trajectory)
+        ):
             raise RolloutError("the agent ended without an answer of the model; it must ask the base_url it is given")
         if conversation.rewrites:
             self.context.trace.count("history_rewrites")
@@ -95,8 +97,8 @@ class OpenAIAgentLoop(AgentLoopBase):
             }
             result = result.get("reward")
         reward = session.reward if result is None else checked_score(result, "the agent")
-        return AgentLoopOutput.from_ledger(
-            conversation.ledger,
+        return AgentLoopOutput.from_token_trajectory(
+            conversation.token_trajectory,
             earlier=conversation.earlier,
             overlong=conversation.overlong,
             reward_score=reward,

@@ -9,8 +9,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from verl.agent_loop.proxy_session import Answer, ProxySession
-from verl.workers.rollout.openai_api import aiohttp_web, errors_as_json, json_of, read_body, send_event, usage_of
-from verl.workers.rollout.openai_protocol import LIMITS, ApiError, envelope, parse_json
+from verl.workers.rollout.serving.openai_api import (
+    aiohttp_web,
+    errors_as_json,
+    json_of,
+    read_body,
+    send_event,
+    usage_of,
+)
+from verl.workers.rollout.serving.openai_protocol import LIMITS, ApiError, envelope, parse_json
 
 #: seconds that a request in progress may take when the last trajectory has ended
 _SHUTDOWN_S = 1.0
@@ -92,7 +99,7 @@ class ProxyServer:
         return self._web.json_response(whole, dumps=json_of)
 
     async def _stream(self, request: Any, answer: Answer, model: str) -> Any:
-        """Send an answer as events. It is whole before the first: nothing is sent that the ledger does not have."""
+        """Send an answer as events. It is whole before the first event is sent."""
         response = self._web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         head = envelope("chat.completion.chunk", model)

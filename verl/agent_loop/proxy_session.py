@@ -17,9 +17,9 @@ from verl.errors import DataError, RolloutError
 from verl.rewards.outcome import as_number, describe, is_score
 from verl.tools.parsers import PARSERS, BrokenCall, ToolParser
 from verl.utils.tokenizer import text_without_specials
-from verl.workers.rollout.base import Completion, SamplingParams
-from verl.workers.rollout.openai_api import ChatBody, Choice
-from verl.workers.rollout.openai_protocol import CHARS_PER_TOKEN, LIMITS, ApiError, Call, parse_call, parse_chat
+from verl.workers.rollout.serving.openai_api import ChatBody, Choice
+from verl.workers.rollout.serving.openai_protocol import CHARS_PER_TOKEN, LIMITS, ApiError, Call, parse_call, parse_chat
+from verl.workers.rollout.types import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ class ProxySession:
             else:
                 fits = fits and self.conversation.room > 0
                 fits = fits and self.conversation.add(added, self._pieces(added, messages[-len(added) - 1]))
-        ids = self.conversation.ledger.context
+        ids = self.conversation.token_trajectory.context
         if fits:
             limit = min(self.conversation.room, call.sampling.max_tokens)
             completion = await self._sampled(ids, limit)

@@ -8,7 +8,6 @@ import math
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from verl.agent_loop.base import (
@@ -21,17 +20,9 @@ from verl.agent_loop.base import (
     find_loop,
     read_agent_loops,
 )
-from verl.agent_loop.batch import (
-    CUT_OFF,
-    Row,
-    Trajectory,
-    batch_from_trajectories,
-    empty_last_row,
-    rows_from_batch,
-)
-from verl.agent_loop.carry import CutOff, Tape
+from verl.agent_loop.batch import CUT_OFF, Row, rows_from_batch
 from verl.agent_loop.conversation import HistoryRewritten
-from verl.agent_loop.rows import PLAYER
+from verl.agent_loop.partial_rollouts import CompletionRecorder, CutOff, RecordedCompletion
 from verl.agent_loop.trace import SpanExporter, Trace, TraceWriter
 from verl.data.images import ImageReader
 from verl.errors import ConfigError, DataError, LostProcessError, RolloutError, ScoreError
@@ -39,9 +30,11 @@ from verl.interactions.base import load_interactions
 from verl.rewards.outcome import checked_score
 from verl.tools.loading import load_tools
 from verl.tools.toolbox import ToolLimits
+from verl.trajectories import Sample
+from verl.trajectories.batch import PLAYER, Layout, empty_last_segment, to_envelope
 from verl.utils.telling import BOUNDARY
 from verl.utils.tokenizer import load_processor, load_tokenizer
-from verl.workers.rollout.base import Completion, GenerationRequest
+from verl.workers.rollout.types import Completion, GenerationRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,7 +108,7 @@ class AgentLoopRunner:
         *,
         facts: Mapping[str, Any] | None = None,
         cut: CutOff | None = None,
-    ) -> list[Trajectory]:
+    ) -> list[Sample]:
         """Run one trajectory for each row.
 
         Args:
@@ -132,15 +125,15 @@ class AgentLoopRunner:
         meter = _Meter(generator)
         places = asyncio.Semaphore(self.config.agent.max_concurrent)
 
-        async def one(number: int, row: Row, spec: LoopSpec) -> Trajectory:
+        async def one(number: int, row: Row, spec: LoopSpec) -> Sample:
             if row.ended:
-                trajectory = self._without_result(spec, row)
+                sample = self._without_result(spec, row)
             else:
                 async with places:
-                    trajectory = await self._one(number, row, spec, meter, facts or {}, cut)
-            if cut is not None and trajectory.unfinished is None:
+                    sample = await self._one(number, row, spec, meter, facts or {}, cut)
+            if cut is not None and sample.unfinished is None:
                 cut.ended(number)
-            return trajectory
+            return sample
 
         stopping = None if cut is None else asyncio.ensure_future(cut.enforce(meter))
         try:
@@ -151,8 +144,8 @@ class AgentLoopRunner:
             if stopping is not None and not stopping.cancel():
                 stopping.result()  # stopping may have failed
         idle = meter.idle_fraction()
-        for trajectory in ended:
-            trajectory.info["engine_idle_fraction"] = idle
+        for sample in ended:
+            sample.info["engine_idle_fraction"] = idle
         return list(ended)
 
     async def respond(
@@ -170,21 +163,20 @@ class AgentLoopRunner:
             pad_token_id: fills prompts and responses.
 
         Returns:
-            What :func:`~verl.agent_loop.batch.batch_from_trajectories` makes.
+            The samples as :func:`~verl.trajectories.batch.to_envelope` packs them.
         """
         step, validate = prompts.meta_info["step"], prompts.meta_info.get("validate", False)
         rows = rows_from_batch(prompts, self.config, seed=seed, step=step, validate=validate)
         cut = _cut_off(prompts)
-        trajectories = await self.run(rows, generator, facts={"step": step, "validate": validate}, cut=cut)
-        return batch_from_trajectories(
-            trajectories,
+        samples = await self.run(rows, generator, facts={"step": step, "validate": validate}, cut=cut)
+        layout = Layout(
             prompt_length=self.config.prompt_length,
             response_length=self.config.response_length,
             pad_token_id=pad_token_id,
             max_failed_fraction=self.config.agent.max_failed_fraction,
-            cut_off=cut is not None,
             forks=self.config.multi_turn.on_history_rewrite == "fork",
         )
+        return to_envelope(samples, layout)
 
     def close(self) -> None:
         """Let every tool give back what it holds."""
@@ -218,17 +210,17 @@ class AgentLoopRunner:
         generator: _Meter,
         facts: Mapping[str, Any],
         cut: CutOff | None,
-    ) -> Trajectory:
+    ) -> Sample:
         """Run a trajectory to its end, or until the cut-off."""
         if cut is not None and cut.reached:
-            return replace(self._without_result(spec, row), unfinished=row.takes)
+            return self._without_result(spec, row, row.recorded)
         about = {name: row.fields[name] for name in _FACTS if row.fields.get(name) is not None}
         trace = Trace(row.session, {**facts, **about, "agent": getattr(spec.cls, "__name__", str(spec.cls))})
-        tape = None if cut is None else Tape(generator, row.takes, cut, trace)
+        recorder = None if cut is None else CompletionRecorder(generator, row.recorded, cut, trace)
         context = AgentContext(
             config=self.config,
             tokenizer=self.tokenizer,
-            generator=generator if tape is None else tape,
+            generator=generator if recorder is None else recorder,
             session=row.session,
             trace=trace,
             tools=self.tools,
@@ -240,15 +232,15 @@ class AgentLoopRunner:
         aborted, why = None, ""
         outputs = self._nothing(spec, row)
         task = asyncio.ensure_future(_run(spec, context, row))
-        if cut is not None and tape is not None:
-            cut.began(number, tape, task)
+        if cut is not None and recorder is not None:
+            cut.began(number, recorder, task)
         limit = self.config.agent.timeout_s
         try:
-            ends: set[asyncio.Future[Any]] = {task} if tape is None else {task, tape.given_up}
+            ends: set[asyncio.Future[Any]] = {task} if recorder is None else {task, recorder.given_up}
             done, _ = await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            if done and tape is not None and tape.stopped:
+            if done and recorder is not None and recorder.stopped:
                 _ = not task.done() or task.cancelled() or task.exception()  # which is only the echo
-                return replace(self._without_result(spec, row), unfinished=tape.takes)
+                return self._without_result(spec, row, recorder.recorded)
             if done:
                 outputs = task.result()
             else:
@@ -267,21 +259,21 @@ class AgentLoopRunner:
             trace.counts["forked_rows"] += forks
         trace.finish(aborted)
         self._record(trace, outputs, why)
-        output, *more = outputs
         filler = AgentLoopBase.nothing(self.config, row.fields["raw_prompt_ids"])
-        more += filler * (self.config.rows_per_sample - len(outputs))
+        made = [*outputs, *filler * (self.config.rows_per_sample - len(outputs))]
         told = {"error": why[-_MAX_ERROR:]} if why else {}
-        return Trajectory(output, {**output.metrics, **trace.summary(), **told}, aborted, more)
+        info = {**outputs[0].metrics, **trace.summary(), **told}
+        return Sample([output.trajectory() for output in made], info, aborted)
 
     def _nothing(self, spec: LoopSpec, row: Row) -> list[AgentLoopOutput]:
         """The rows of a trajectory without a result."""
         make = getattr(spec.cls, "nothing", AgentLoopBase.nothing)
         return list(make(self.config, row.fields["raw_prompt_ids"]))
 
-    def _without_result(self, spec: LoopSpec, row: Row) -> Trajectory:
-        """A trajectory that has its result in another step."""
-        output, *more = self._nothing(spec, row)
-        return Trajectory(output, more=more)
+    def _without_result(self, spec: LoopSpec, row: Row, recorded: Sequence[RecordedCompletion] | None = None) -> Sample:
+        """A sample that has its result in another step; with what the model has said if it is still to be finished."""
+        said = None if recorded is None else [one.to_plain() for one in recorded]
+        return Sample([output.trajectory() for output in self._nothing(spec, row)], unfinished=said)
 
     def _described(self, output: AgentLoopOutput) -> dict[str, Any]:
         return {
@@ -399,7 +391,7 @@ def _check(output: Any, config: RolloutConfig) -> None:
                 f"the agent loop returned {len(one.response_ids)} response tokens, more than "
                 f"data.max_response_length={config.response_length}; end a trajectory before that"
             )
-    if problem := empty_last_row(output):
+    if problem := empty_last_segment(output.trajectory().segments):
         raise DataError(problem)
     if output.earlier and config.multi_turn.on_history_rewrite != "fork":
         raise RolloutError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, register
-from verl.agent_loop.ledger import TokenLedger
+from verl.agent_loop.token_trajectory import TokenTrajectory
 
 
 @register("single_turn_agent")
@@ -16,7 +16,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Sample one response to ``raw_prompt_ids``."""
-        ledger = TokenLedger(list(kwargs["raw_prompt_ids"]))
-        completion = await self.generate(ledger.prompt_ids, sampling_params, images=kwargs.get("images"))
-        ledger.append_sampled(completion)
-        return AgentLoopOutput.from_ledger(ledger, overlong=completion.finish_reason == "length")
+        token_trajectory = TokenTrajectory(list(kwargs["raw_prompt_ids"]))
+        completion = await self.generate(token_trajectory.prompt_ids, sampling_params, images=kwargs.get("images"))
+        token_trajectory.append_sampled(completion)
+        return AgentLoopOutput.from_token_trajectory(token_trajectory, overlong=completion.finish_reason == "length")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.agent_loop.base import AgentContext, AgentLoopBase, AgentLoopOutput, register
 from verl.agent_loop.conversation import Conversation, open_conversation
-from verl.agent_loop.partner import Partner
+from verl.agent_loop.environment_session import EnvironmentSession
 from verl.data.chat import as_messages
 from verl.errors import DataError
 from verl.interactions.base import choose
@@ -63,7 +63,7 @@ class ToolAgentLoop(AgentLoopBase):
             image_reader=context.image_reader,
         )
         about = kwargs.get("interaction_kwargs")
-        partner = Partner(
+        environment = EnvironmentSession(
             choose(context.interactions, about),
             about,
             session=context.session,
@@ -71,19 +71,23 @@ class ToolAgentLoop(AgentLoopBase):
             trace=context.trace,
         )
         try:
-            messages = await partner.start(messages_of_row(kwargs.get("raw_prompt")))
+            messages = await environment.start(messages_of_row(kwargs.get("raw_prompt")))
             conversation = self.begin(messages, tools, kwargs.get("images"))
-            scores = await self.converse(conversation, toolbox, partner, sampling_params)
+            scores = await self.converse(conversation, toolbox, environment, sampling_params)
             scores.trajectory = await toolbox.rewards()
         finally:
             await toolbox.close()
-            await partner.close()
-        return self.finish(conversation, scores, partner)
+            await environment.close()
+        return self.finish(conversation, scores, environment)
 
     async def converse(
-        self, conversation: Conversation, toolbox: ToolBox, partner: Partner, sampling_params: dict[str, Any]
+        self,
+        conversation: Conversation,
+        toolbox: ToolBox,
+        environment: EnvironmentSession,
+        sampling_params: dict[str, Any],
     ) -> Scores:
-        """Turns of the model, each answered by the tools that it calls or else by the partner, until an end."""
+        """Turns of the model, each answered by the tools that it calls or else by the environment, until an end."""
         schemas = {name: tool.tool_schema.for_template()["function"] for name, tool in toolbox.tools.items()}
         parser = PARSERS[self.multi_turn.format](
             {name: schema.get("parameters", {}) for name, schema in schemas.items()}
@@ -91,7 +95,7 @@ class ToolAgentLoop(AgentLoopBase):
         scores = Scores()
         while True:
             text = await self.speak(conversation, sampling_params)
-            scores.begin_turn(partner.state)
+            scores.begin_turn(environment.state)
             calls = parser.parse(text).calls
             last = self.multi_turn.out_of_turns(len(scores.tools)) or conversation.room < 1
             pieces, images = None, None
@@ -103,9 +107,9 @@ class ToolAgentLoop(AgentLoopBase):
                 messages = [_as_message(call, result) for call, result in zip(calls, results, strict=True)]
                 pieces = parser.render_answers(messages)
                 images = joined([result.images for result in results])
-                partner.state = None
+                environment.state = None
             else:
-                done, words, scores.partner[-1] = await partner.answer(conversation.messages)
+                done, words, scores.environment[-1] = await environment.answer(conversation.messages)
                 if done or last:
                     return scores
                 messages = [{"role": "user", "content": words}]
@@ -134,9 +138,9 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def speak(self, conversation: Conversation, sampling_params: dict[str, Any]) -> str:
         """Let the model take its turn."""
-        ledger = conversation.ledger
+        token_trajectory = conversation.token_trajectory
         completion = await self.generate(
-            ledger.context, sampling_params, max_tokens=conversation.room, images=ledger.images
+            token_trajectory.context, sampling_params, max_tokens=conversation.room, images=token_trajectory.images
         )
         return conversation.add_sampled(completion)
 
@@ -159,29 +163,33 @@ class ToolAgentLoop(AgentLoopBase):
                 pending.append(toolbox.call(call.name, call.arguments))
         return list(await asyncio.gather(*pending))
 
-    def finish(self, conversation: Conversation, scores: Scores, partner: Partner) -> AgentLoopOutput:
-        """The row, with the rewards of tools and partner where the configuration wants them."""
+    def finish(self, conversation: Conversation, scores: Scores, environment: EnvironmentSession) -> AgentLoopOutput:
+        """The row, with the rewards of tools and environment where the configuration wants them."""
         if conversation.rewrites:
             self.context.trace.count("history_rewrites")
         extra: dict[str, Any] = {"tool_rewards": {"turns": scores.tools, "trajectory": scores.trajectory}}
-        ledger, counted, total = conversation.ledger, [0.0] * len(scores.tools), None
+        token_trajectory, counted, total = conversation.token_trajectory, [0.0] * len(scores.tools), None
         if self.multi_turn.tool_rewards == "add":
             counted = list(scores.tools)
             counted[-1] += sum(scores.trajectory.values())
-        if partner.interaction is not None:
-            extra["interaction_rewards"] = scores.partner
-            if partner.interaction.reward == "step":
-                counted, total = [a + b for a, b in zip(counted, scores.partner, strict=True)], 0.0
-            elif partner.interaction.reward == "trajectory":
-                total = sum(scores.partner)
+        if environment.interaction is not None:
+            extra["interaction_rewards"] = scores.environment
+            if environment.interaction.reward == "step":
+                counted, total = [a + b for a, b in zip(counted, scores.environment, strict=True)], 0.0
+            elif environment.interaction.reward == "trajectory":
+                total = sum(scores.environment)
         if any(counted):
             extra["turn_scores"] = counted
-        shown = [name for one in (*conversation.earlier, ledger) for name in one.state_hashes()]
+        shown = [name for one in (*conversation.earlier, token_trajectory) for name in one.state_hashes()]
         extra["state_hashes"] = [
             own if own is not None else name for own, name in zip(scores.states, shown, strict=True)
         ]
-        return AgentLoopOutput.from_ledger(
-            ledger, earlier=conversation.earlier, overlong=conversation.overlong, reward_score=total, extra_fields=extra
+        return AgentLoopOutput.from_token_trajectory(
+            token_trajectory,
+            earlier=conversation.earlier,
+            overlong=conversation.overlong,
+            reward_score=total,
+            extra_fields=extra,
         )
 
 
@@ -190,14 +198,14 @@ class Scores:
     """What each turn of the model has earned, and the state that it acted in (None: what it was shown)."""
 
     tools: list[float] = field(default_factory=list)
-    partner: list[float] = field(default_factory=list)
+    environment: list[float] = field(default_factory=list)
     states: list[Any] = field(default_factory=list)
     trajectory: dict[str, float] = field(default_factory=dict)
 
     def begin_turn(self, state: Any) -> None:
         """The model has taken another turn."""
         self.tools.append(0.0)
-        self.partner.append(0.0)
+        self.environment.append(0.0)
         self.states.append(state)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from verl.errors import ConfigError
 from verl.utils.fs import append_line, mend_lines
 from verl.utils.json_text import dumps_json, valid_text
-from verl.workers.rollout.base import Completion
+from verl.workers.rollout.types import Completion
 
 
 @dataclass

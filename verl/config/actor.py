@@ -253,7 +253,8 @@ class ActorRolloutRefConfig(Config):
     def problems(self) -> Iterator[str]:
         if not self.hybrid_engine:
             yield (
-                "hybrid_engine=False: generation in processes of its own is not in this version; use hybrid_engine=True"
+                "hybrid_engine=False: leave it True. Generation in processes of its own is rollout.mode=async; roles "
+                "on devices of their own are not in this version"
             )
         if self.rollout.lora_merge is not None and self.model.lora_rank == 0:
             yield (

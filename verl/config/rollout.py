@@ -210,7 +210,7 @@ class RolloutConfig(Config):
     )
     server_urls: list[str] = opt(
         [],
-        "Addresses of running SGLang servers (python -m verl.workers.rollout.sglang_server) that generate instead of "
+        "Addresses of running SGLang servers (python -m verl.workers.rollout.sglang.server) that generate instead of "
         "servers of the workers' own; worker i uses number i, counted around.",
         affects="place",
     )

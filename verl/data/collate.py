@@ -9,14 +9,7 @@ import numpy as np
 import torch
 
 from verl.errors import DataError
-
-
-def object_array(values: Sequence[Any]) -> np.ndarray:
-    """A one-dimensional object array; unlike ``np.array`` it never turns equal-length lists into a matrix."""
-    out = np.empty(len(values), dtype=object)
-    for index, value in enumerate(values):  # one by one: a slice assignment would unpack nested lists
-        out[index] = value
-    return out
+from verl.utils.arrays import object_array
 
 
 def collate_fn(items: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor | np.ndarray]:

@@ -14,6 +14,7 @@ import numpy as np
 from verl.config.data import DEFAULT_IMAGE_KEY
 from verl.data.chat import Message, as_messages
 from verl.errors import ConfigError, DataError
+from verl.schema import IMAGE_FIELD
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 #: stands for the next image of the row in the text of a message
 MARK = "<image>"
 #: column of a batch with what the model reads of each row's images
-IMAGE_FIELD = "multi_modal_inputs"
 
 
 def as_values(column: Any) -> list[Any]:

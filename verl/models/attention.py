@@ -37,7 +37,7 @@ from transformers.masking_utils import sdpa_mask
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from verl.models.ulysses import SequenceGroup
+    from verl.models.sequence_group import SequenceGroup
 
 IMPLEMENTATION = "verl_varlen"
 

@@ -31,7 +31,7 @@ from verl.errors import ConfigError
 from verl.models.attention import IMPLEMENTATION
 from verl.models.sliced import DeferredWeights, build_deferred
 from verl.models.vision import ImageTokens
-from verl.utils.owned import shared_copy
+from verl.utils.owned_dirs import shared_copy
 from verl.utils.seeding import derive_seed
 
 if TYPE_CHECKING:

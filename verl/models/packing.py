@@ -22,7 +22,7 @@ from verl.errors import SchemaError
 from verl.models.attention import AttentionPlan, Block, split_into_blocks
 
 if TYPE_CHECKING:
-    from verl.models.ulysses import Spread
+    from verl.models.sequence_group import Spread
     from verl.models.vision import ImageInputs, RowImages
 
 # Sharing prompts pays when at least this part of all tokens disappears.

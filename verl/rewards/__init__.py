@@ -8,8 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from verl.rewards.missing_scores import Action, ScoringOptions
 from verl.rewards.outcome import OutcomeKind, RewardOutcome
-from verl.rewards.policy import Action, ScoringOptions
 
 if TYPE_CHECKING:
     from verl.rewards.loading import load_reward_function, load_reward_manager

@@ -11,10 +11,10 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 
 from verl.rewards.function import ScoreFunction
+from verl.rewards.missing_scores import ScoringOptions
 from verl.rewards.outcome import RewardOutcome, as_outcome
-from verl.rewards.policy import ScoringOptions
 from verl.rewards.rate import RateLimiter
-from verl.rewards.scoring import Call, GiveUp, Scorer, error_outcome, interrupt, worth_a_retry
+from verl.rewards.scoring import Call, SampleTimeout, Scorer, error_outcome, interrupt, is_retryable
 from verl.rewards.witness import witnessed
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class _Loop:
                 task.cancel()
             self.loop.run_until_complete(asyncio.sleep(0))
             self.loop.close()
-        except GiveUp:
+        except SampleTimeout:
             return
 
     def _beat(self) -> None:
@@ -97,7 +97,7 @@ class AsyncScorer(Scorer):
         async with home.gate:
             outcome = await self._call(call)
             for attempt in range(self.options.max_retries):
-                if not worth_a_retry(outcome):
+                if not is_retryable(outcome):
                     break
                 await asyncio.sleep(self.options.retry_wait_s * 2**attempt)
                 outcome = await self._call(call)

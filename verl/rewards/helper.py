@@ -13,8 +13,8 @@ from typing import Any
 
 from verl.errors import RewardError
 from verl.rewards.function import ScoreFunction
+from verl.rewards.missing_scores import ScoringOptions
 from verl.rewards.outcome import RewardOutcome
-from verl.rewards.policy import ScoringOptions
 from verl.rewards.process_scorer import ProcessScorer
 
 MEMORY_BYTES = 4 << 30

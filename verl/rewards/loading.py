@@ -11,7 +11,7 @@ from verl.rewards import managers as _managers  # noqa: F401  registers the buil
 from verl.rewards.default import default_compute_score
 from verl.rewards.function import ScoreFunction
 from verl.rewards.manager import REWARD_MANAGERS, RewardManager
-from verl.rewards.policy import ScoringOptions
+from verl.rewards.missing_scores import ScoringOptions
 from verl.rewards.sandbox.local import LocalSandbox
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import torch
 from verl.errors import RewardError
 from verl.rewards.default import default_compute_score
 from verl.rewards.function import ARGUMENTS, OPTIONAL, ScoreFunction
+from verl.rewards.missing_scores import Action, ScoringOptions, resolve
 from verl.rewards.outcome import OutcomeKind, RewardOutcome, as_outcome
-from verl.rewards.policy import Action, ScoringOptions, resolve
 from verl.rewards.samples import Sample, decode_samples, last_scored_position
 from verl.schema import SCORE_OUTCOME
 from verl.utils.registry import Registry

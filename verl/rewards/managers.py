@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from verl.errors import ConfigError
 from verl.rewards.default import default_compute_score
 from verl.rewards.function import BATCH_ARGUMENTS, BATCH_OPTIONAL, ScoreFunction
+from verl.rewards.make_scorer import make_scorer
 from verl.rewards.manager import RewardManager, register
+from verl.rewards.missing_scores import ScoringOptions
 from verl.rewards.outcome import OutcomeKind, RewardOutcome, as_outcome
-from verl.rewards.policy import ScoringOptions
 from verl.rewards.samples import Sample
-from verl.rewards.scoring import Scorer, make_scorer
+from verl.rewards.scoring import Scorer
 from verl.rewards.streaming import StreamScorer
 
 if TYPE_CHECKING:

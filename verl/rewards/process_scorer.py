@@ -16,8 +16,8 @@ from typing import Any
 
 from verl.errors import ConfigError, RewardError
 from verl.rewards.function import ScoreFunction
+from verl.rewards.missing_scores import ScoringOptions
 from verl.rewards.outcome import RewardOutcome
-from verl.rewards.policy import ScoringOptions
 from verl.rewards.rate import RateLimiter
 from verl.rewards.scoring import Call, Scorer, error_outcome
 

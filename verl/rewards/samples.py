@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.errors import DataError
+from verl.trajectories import uncollate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -162,10 +163,6 @@ def decode_samples(data: DataProto, tokenizer: PreTrainedTokenizerBase, reward_f
     Raises:
         DataError: a field is missing.
     """
-    prompts, responses = data.batch["prompts"].cpu().numpy(), data.batch["responses"].cpu().numpy()
-    attention = data.batch["attention_mask"].cpu().bool().numpy()
-    written = valid_response_mask(data).cpu().bool().numpy()
-    width = prompts.shape[1]
     fields = data.non_tensor_batch
     for name in ("reward_model", reward_fn_key):
         if name not in fields:
@@ -175,11 +172,9 @@ def decode_samples(data: DataProto, tokenizer: PreTrainedTokenizerBase, reward_f
             )
     columns = [name for name in ("reward_model", reward_fn_key, "extra_info", *AGENT_COLUMNS) if name in fields]
     samples = []
-    for index in range(len(responses)):
-        valid = attention[index, width:]
-        ids = responses[index][valid].tolist()
-        turns = policy_turns(ids, written[index][valid].tolist())
-        tokens = Tokens(tokenizer, prompts[index][attention[index, :width]].tolist(), ids, turns)
+    for index, segment in enumerate(uncollate(data.batch)):
+        turns = policy_turns(segment.response_ids, segment.sampled)
+        tokens = Tokens(tokenizer, segment.prompt_ids, segment.response_ids, turns)
         row = {name: fields[name][index] for name in columns}
         samples.append(_sample(tokens, row, reward_fn_key, f"sample {index}"))
     return samples

@@ -24,14 +24,16 @@ from typing import Any
 
 from verl.errors import ConfigError
 from verl.rewards.function import ScoreFunction
+from verl.rewards.missing_scores import ScoringOptions
 from verl.rewards.outcome import OutcomeKind, RewardOutcome, as_outcome
-from verl.rewards.policy import ScoringOptions
 from verl.rewards.rate import RateLimiter
 from verl.rewards.witness import witnessed
 
 logger = logging.getLogger(__name__)
 
+
 Call = Mapping[str, Any]
+
 
 #: what Python says to a function that uses signals in another thread
 NEEDS_MAIN_THREAD = "signal only works in main thread"
@@ -56,7 +58,7 @@ class Scorer(ABC):
         """One outcome per call, in order; those that failed are called again as often as the options say."""
         outcomes = self.score_once(calls)
         for attempt in range(self.options.max_retries):
-            failed = [index for index, outcome in enumerate(outcomes) if worth_a_retry(outcome)]
+            failed = [index for index, outcome in enumerate(outcomes) if is_retryable(outcome)]
             if not failed:
                 break
             time.sleep(self.options.retry_wait_s * 2**attempt)
@@ -73,24 +75,7 @@ class Scorer(ABC):
         return
 
 
-def make_scorer(function: ScoreFunction, options: ScoringOptions, limiter: RateLimiter | None = None) -> Scorer:
-    """The scorer that fits the function and the number of worker processes.
-
-    Raises:
-        ConfigError: processes are asked for, but the function cannot be sent to one.
-    """
-    if function.is_async:
-        from verl.rewards.async_scorer import AsyncScorer
-
-        return AsyncScorer(function, options, limiter)
-    if options.num_workers > 1:
-        from verl.rewards.process_scorer import ProcessScorer
-
-        return ProcessScorer(function, options, limiter)
-    return ThreadScorer(function, options, limiter)
-
-
-def worth_a_retry(outcome: RewardOutcome) -> bool:
+def is_retryable(outcome: RewardOutcome) -> bool:
     """Whether another call could end differently."""
     return outcome.kind in (OutcomeKind.ERROR, OutcomeKind.TIMEOUT) and not outcome.fatal
 
@@ -113,13 +98,13 @@ def error_outcome(error: BaseException) -> RewardOutcome:
     return RewardOutcome.error(text)
 
 
-class GiveUp(BaseException):
+class SampleTimeout(BaseException):
     """Raised inside a thread whose sample ran out of time."""
 
 
 def interrupt(thread: threading.Thread) -> None:
     """Stop pure-Python code at its next bytecode; code blocked in C sees it when it returns."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(GiveUp))
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SampleTimeout))
 
 
 class _ThreadRun:
@@ -151,7 +136,7 @@ class _ThreadRun:
                     self.started = time.monotonic()
             with self.changed:
                 self.changed.notify()
-        except GiveUp:
+        except SampleTimeout:
             return
 
     def wait(self, timeout_s: float) -> bool:

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from verl.errors import RewardError
 from verl.rewards.async_scorer import AsyncScorer
 from verl.rewards.function import ScoreFunction
+from verl.rewards.missing_scores import ScoringOptions
 from verl.rewards.outcome import RewardOutcome
-from verl.rewards.policy import ScoringOptions
 from verl.rewards.process_scorer import ProcessScorer
 from verl.rewards.rate import RateLimiter
 from verl.rewards.scoring import Call, Scorer, ThreadScorer, error_outcome

@@ -7,7 +7,7 @@ only the plug-in knows, :func:`estimator_laws` and :func:`loss_laws` claim laws 
 from __future__ import annotations
 
 from verl.selftest.batches import register_field
-from verl.selftest.laws import estimator_laws, loss_laws
+from verl.selftest.invariances import estimator_laws, loss_laws
 from verl.selftest.suite import run_selftest
 
 __all__ = ["estimator_laws", "loss_laws", "register_field", "run_selftest"]

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.models.loading import quiet_transformers
 from verl.models.sliced import local_part
-from verl.selftest.cuts import PLAIN, Cut
 from verl.selftest.model import ModelDirs
+from verl.selftest.splits import PLAIN, Cut
 from verl.utils.metrics import MetricSet, mmean, msum
 from verl.workers.engine.base import GlobalBatchInfo
-from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.engine.fsdp.engine import FSDPEngine
 
 TEMPERATURE = 0.7
 POLICY_OUTPUTS = frozenset({"log_probs", "entropys"})

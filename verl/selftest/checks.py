@@ -15,9 +15,9 @@ from verl.errors import VerlError
 from verl.selftest.backends import Backend, EngineBackend, PlainBackend
 from verl.selftest.batches import GROUPS, Fields
 from verl.selftest.compare import Deviation, scalar_deviation, tolerance_of, worst
-from verl.selftest.cuts import MICRO, PADDED, PLAIN, Cut
 from verl.selftest.entries import LOSS_SCALE, Entry, Outcome, prepare, run, tensors_of
-from verl.selftest.laws import check_estimator, laws_of_loss
+from verl.selftest.invariances import check_estimator, laws_of_loss
+from verl.selftest.splits import MICRO, PADDED, PLAIN, Cut
 from verl.utils.metrics import MetricSet
 from verl.workers.engine.base import GlobalBatchInfo, MicroBatching
 

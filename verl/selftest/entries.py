@@ -21,7 +21,7 @@ from verl.protocol import DataProto
 from verl.schema import FIELDS
 from verl.selftest.backends import Backend
 from verl.selftest.batches import REWARD_COMPONENTS, Fields, add_fields
-from verl.selftest.cuts import PLAIN, Cut, apply_cut, soil, undo
+from verl.selftest.splits import PLAIN, Cut, apply_cut, soil, undo
 from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage
 from verl.workers.losses import ActorLoss, actor_loss, critic_loss, implicit_reward_model_loss, sft_loss
 

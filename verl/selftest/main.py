@@ -191,7 +191,7 @@ def _listing(options: argparse.Namespace) -> str:
         faults = [f"  {name:<24}{fault.what}" for name, fault in FAULTS.items()]
         return "\n".join(["checks:", *checks, "bugs to plant:", *faults]) + "\n"
     from verl.selftest.entries import enumerate_entries
-    from verl.selftest.planted import BUGS
+    from verl.selftest.planted_bugs import BUGS
     from verl.utils.dynamic_import import load_module
 
     for plugin in options.plugin:

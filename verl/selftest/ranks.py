@@ -20,10 +20,10 @@ from verl.selftest.backends import EngineBackend
 from verl.selftest.batches import Fields
 from verl.selftest.checks import FIRST_STEP, Finding, attempt
 from verl.selftest.compare import Deviation, tolerance_of, worst
-from verl.selftest.cuts import Cut, rank_cuts, ranks_check
 from verl.selftest.entries import Entry, Outcome, run
 from verl.selftest.model import ModelDirs
-from verl.selftest.planted import plant
+from verl.selftest.planted_bugs import plant
+from verl.selftest.splits import Cut, rank_cuts, ranks_check
 from verl.utils.distributed import destroy_process_group, free_port, init_process_group
 from verl.utils.dynamic_import import load_module
 

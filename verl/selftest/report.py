@@ -10,7 +10,7 @@ from pathlib import Path
 
 from verl.selftest.checks import FIRST_STEP, LAWS, REFERENCE, Finding
 from verl.selftest.compare import ALLOWANCES, FLOOR, GRADIENT_FLOOR, TOLERANCE, Allowance
-from verl.selftest.cuts import COLUMNS, DYNAMIC, MICRO, ORDER, OUTSIDE, PADDED
+from verl.selftest.splits import COLUMNS, DYNAMIC, MICRO, ORDER, OUTSIDE, PADDED
 from verl.utils.json_text import write_json
 
 _FIRST_COLUMNS = (REFERENCE, MICRO, DYNAMIC, PADDED, COLUMNS, ORDER, OUTSIDE)

@@ -12,15 +12,15 @@ import torch
 from verl.selftest.backends import EngineBackend, PlainBackend
 from verl.selftest.batches import make_batch
 from verl.selftest.checks import Finding, check_entry
-from verl.selftest.cuts import single_process_cuts
 from verl.selftest.entries import complete_base, enumerate_entries
 from verl.selftest.model import save_tiny_models
-from verl.selftest.planted import plant
+from verl.selftest.planted_bugs import plant
 from verl.selftest.ranks import Work, check_on_ranks
 from verl.selftest.report import Report
+from verl.selftest.splits import single_process_cuts
 from verl.utils.device import resolve_device
 from verl.utils.dynamic_import import load_module
-from verl.utils.owned import owned_scratch
+from verl.utils.owned_dirs import owned_scratch
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -43,7 +43,7 @@ def run_selftest(
         device: ``auto``, ``cpu`` or ``cuda``.
         plugins: modules or files that register estimators and losses.
         only: patterns of rows to check, such as ``"loss *"``; none checks all.
-        bugs: planted bugs, see :mod:`verl.selftest.planted`.
+        bugs: planted bugs, see :mod:`verl.selftest.planted_bugs`.
         seed: of the batch and the models.
 
     Raises:

@@ -19,10 +19,10 @@ import numpy as np
 from verl.config.cli import parse_cli
 from verl.config.generation import EvalConfig, MetricsConfig
 from verl.errors import ConfigError, DataError, RewardError
+from verl.utils.exit_status import exit_code, start_program
 from verl.utils.fs import atomic_write_text, ensure_writable_dir
 from verl.utils.json_text import dumps_json, write_json
 from verl.utils.output import write_result
-from verl.utils.program import exit_code, start_program
 
 if TYPE_CHECKING:
     from verl.data.files import Rows
@@ -134,9 +134,9 @@ def _score(
 ) -> tuple[list[float | None], list[bool | None]]:
     """Score of each response and whether it passes; None where the function abstained or failed by policy."""
     from verl.rewards.loading import scoring_options
+    from verl.rewards.make_scorer import make_scorer
+    from verl.rewards.missing_scores import Action, resolve
     from verl.rewards.outcome import checked_score
-    from verl.rewards.policy import Action, resolve
-    from verl.rewards.scoring import make_scorer
 
     options = scoring_options(config.reward)
     scorer = make_scorer(function, options)

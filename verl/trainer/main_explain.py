@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from verl.config import PPOConfig, parse_cli
+from verl.utils.exit_status import exit_code, start_program
 from verl.utils.output import write_result
-from verl.utils.program import exit_code, start_program
 
 USAGE = """usage: verl explain memory [key=value ...]
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # no data are read, so none need be named
     config = parse_cli(PPOConfig, "ppo_trainer", ["data.train_files=unread.parquet", *words[1:]])
     from verl.utils.device import resolve_device
-    from verl.workers.memory import predict, table
+    from verl.workers.memory_usage import predict, table
 
     device = config.trainer.device
 

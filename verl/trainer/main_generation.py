@@ -22,10 +22,10 @@ from verl.config import to_dict
 from verl.config.cli import parse_cli
 from verl.config.generation import GenerationConfig
 from verl.errors import ConfigError, DataError
+from verl.utils.exit_status import exit_code, start_program
 from verl.utils.fs import atomic_write_text, ensure_writable_dir
 from verl.utils.json_text import dumps_json
 from verl.utils.logging import redact
-from verl.utils.program import exit_code, start_program
 from verl.utils.run_lock import locked
 from verl.utils.stopping import StopRequested, StopWatch, account, state_of_work
 
@@ -125,8 +125,8 @@ class Generator:
     def _start(self, at_end: ExitStack) -> WorkerGroup:
         """The workers with the model's weights in the rollout engine."""
         from verl.models.loading import import_external_lib
-        from verl.trainer.main_ppo import ray_session
         from verl.trainer.ppo.placement import build_worker_groups
+        from verl.trainer.ray_session import ray_session
         from verl.utils.device import resolve_device
 
         run = self.config.sealed_run()
@@ -141,7 +141,7 @@ class Generator:
     def _answer(self, rollout: WorkerGroup, numbers: range) -> list[dict[str, Any]]:
         """The responses of some rows."""
         from verl.data.images import IMAGE_FIELD
-        from verl.trainer.ppo.sources import generate, with_samples
+        from verl.trainer.ppo.sources.base import generate, with_samples
 
         n = self.config.data.n_samples
         batch = with_samples(self._prompts(numbers), n, uid_prefix="row")

@@ -10,7 +10,7 @@ from typing import TypeVar
 from verl.config import FineTuningConfig, SFTConfig
 from verl.config.cli import parse_cli
 from verl.errors import ConfigError
-from verl.utils.program import exit_code, start_program
+from verl.utils.exit_status import exit_code, start_program
 
 R = TypeVar("R", bound=FineTuningConfig)
 

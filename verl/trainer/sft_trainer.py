@@ -366,10 +366,10 @@ def build_engine(
 def _engine_of(model: SFTModelConfig) -> tuple[Any, Any]:
     """The class of the chosen engine, and its section."""
     if model.strategy == "megatron":
-        from verl.workers.engine.megatron import MegatronEngine
+        from verl.workers.engine.megatron.engine import MegatronEngine
 
         return MegatronEngine, model.megatron
-    from verl.workers.engine.fsdp import FSDPEngine
+    from verl.workers.engine.fsdp.engine import FSDPEngine
 
     return FSDPEngine, model.fsdp_config
 

@@ -6,20 +6,21 @@ from functools import partial
 
 from verl.config import CheckpointConfig, ModelConfig, OptimConfig
 from verl.utils.distributed import get_world_size
-from verl.workers import roles
-from verl.workers.engine.fsdp import FSDPEngine
-from verl.workers.sharding_manager.layout import dense_splits, shard_placement_fn
+from verl.workers.engine.fsdp.engine import FSDPEngine
+from verl.workers.roles import actor_rollout_ref, critic, implicit_reward, reward_model
+from verl.workers.roles.base import EngineSection, RoleWorker
+from verl.workers.sharding_manager.reshard.layout import dense_splits, shard_placement_fn
 
 __all__ = ["ActorRolloutRefWorker", "CriticWorker", "ImplicitRewardWorker", "RewardModelWorker"]
 
 
-class _OnFSDP(roles.RoleWorker):
+class _OnFSDP(RoleWorker):
     """Makes FSDP2 engines."""
 
     def make_engine(
         self,
         model: ModelConfig,
-        section: roles.EngineSection,
+        section: EngineSection,
         optim: OptimConfig | None,
         *,
         head: str,
@@ -36,7 +37,7 @@ class _OnFSDP(roles.RoleWorker):
         )
 
 
-class ActorRolloutRefWorker(_OnFSDP, roles.ActorRolloutRefWorker):
+class ActorRolloutRefWorker(_OnFSDP, actor_rollout_ref.ActorRolloutRefWorker):
     """Actor, rollout and reference on FSDP2.
 
     Where ranks generate together with one split model, the actor's parameters are sharded along the same dimensions,
@@ -46,7 +47,7 @@ class ActorRolloutRefWorker(_OnFSDP, roles.ActorRolloutRefWorker):
     def make_engine(
         self,
         model: ModelConfig,
-        section: roles.EngineSection,
+        section: EngineSection,
         optim: OptimConfig | None,
         *,
         head: str,
@@ -62,13 +63,13 @@ class ActorRolloutRefWorker(_OnFSDP, roles.ActorRolloutRefWorker):
         return shards if 0 < shards < world else world
 
 
-class CriticWorker(_OnFSDP, roles.CriticWorker):
+class CriticWorker(_OnFSDP, critic.CriticWorker):
     """Critic on FSDP2."""
 
 
-class RewardModelWorker(_OnFSDP, roles.RewardModelWorker):
+class RewardModelWorker(_OnFSDP, reward_model.RewardModelWorker):
     """Reward model on FSDP2."""
 
 
-class ImplicitRewardWorker(_OnFSDP, roles.ImplicitRewardWorker):
+class ImplicitRewardWorker(_OnFSDP, implicit_reward.ImplicitRewardWorker):
     """Implicit process reward model on FSDP2."""

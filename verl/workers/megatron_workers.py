@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from verl.config import CheckpointConfig, ModelConfig, OptimConfig
-from verl.workers import roles
-from verl.workers.engine.megatron import MegatronEngine
+from verl.workers.engine.megatron.engine import MegatronEngine
+from verl.workers.roles import actor_rollout_ref, critic, implicit_reward, reward_model
+from verl.workers.roles.base import EngineSection, RoleWorker
 
 __all__ = ["ActorRolloutRefWorker", "CriticWorker", "ImplicitRewardWorker", "RewardModelWorker"]
 
 
-class _OnMegatron(roles.RoleWorker):
+class _OnMegatron(RoleWorker):
     """Makes Megatron engines."""
 
     def make_engine(
         self,
         model: ModelConfig,
-        section: roles.EngineSection,
+        section: EngineSection,
         optim: OptimConfig | None,
         *,
         head: str,
@@ -32,7 +33,7 @@ class _OnMegatron(roles.RoleWorker):
         )
 
 
-class ActorRolloutRefWorker(_OnMegatron, roles.ActorRolloutRefWorker):
+class ActorRolloutRefWorker(_OnMegatron, actor_rollout_ref.ActorRolloutRefWorker):
     """Actor, rollout and reference on Megatron.
 
     Where ranks generate together with one split model, they are ranks of one tensor-parallel group, grouped so that
@@ -43,13 +44,13 @@ class ActorRolloutRefWorker(_OnMegatron, roles.ActorRolloutRefWorker):
         return self.config.actor.megatron.tensor_model_parallel_size
 
 
-class CriticWorker(_OnMegatron, roles.CriticWorker):
+class CriticWorker(_OnMegatron, critic.CriticWorker):
     """Critic on Megatron."""
 
 
-class RewardModelWorker(_OnMegatron, roles.RewardModelWorker):
+class RewardModelWorker(_OnMegatron, reward_model.RewardModelWorker):
     """Reward model on Megatron."""
 
 
-class ImplicitRewardWorker(_OnMegatron, roles.ImplicitRewardWorker):
+class ImplicitRewardWorker(_OnMegatron, implicit_reward.ImplicitRewardWorker):
     """Implicit process reward model on Megatron."""

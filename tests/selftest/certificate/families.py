@@ -10,7 +10,7 @@ from typing import Any
 from tests.models.families import FAMILIES, SPARSE
 from tests.selftest.certificate.models import family
 from verl.selftest.certificate import Certificate, certify
-from verl.selftest.certificate.sequence import Ranks
+from verl.selftest.certificate.rank_pool import Ranks
 
 #: what the table in the documentation is made from
 DATA = Path(__file__).resolve().parents[3] / "docs" / "reference" / "certificates.json"

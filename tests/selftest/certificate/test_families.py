@@ -17,7 +17,7 @@ from tests.selftest.certificate.families import (
     stored,
 )
 from verl.selftest.certificate import CHECKS
-from verl.selftest.certificate.sequence import Ranks
+from verl.selftest.certificate.rank_pool import Ranks
 from verl.selftest.certificate.suite import START
 
 #: families of the ordinary test run: dense with tied embeddings, sliding window, experts, latent attention, refused

@@ -17,7 +17,7 @@ from verl.models.loading import language_model_class
 from verl.models.lora import is_adapter_name, merged
 from verl.utils.metrics import MetricSet, mmax, mmean, msum
 from verl.workers.engine.base import GlobalBatchInfo, TrainEngine, WeightForm
-from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.engine.fsdp.engine import FSDPEngine
 
 LOG_PROBS = frozenset({"log_probs"})
 POLICY = frozenset({"log_probs", "entropys"})

@@ -22,7 +22,7 @@ from tests.workers.engine.reference import (
 from verl.errors import CheckpointError
 from verl.models.lora import is_adapter_name
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.engine.fsdp.engine import FSDPEngine
 
 WHOLE = MicroBatching()
 LORA = {"lora_rank": 4, "lora_alpha": 8.0}

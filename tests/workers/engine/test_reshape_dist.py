@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.workers.engine.ranks import run_ranks
 from tests.workers.engine.reference import POLICY, TEMPERATURE, make_engine, policy_batch, policy_loss
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.engine.fsdp.engine import FSDPEngine
 
 pytestmark = pytest.mark.dist
 

@@ -28,7 +28,7 @@ from tests.workers.engine.reference import (
 from verl.errors import ConfigError, DataError
 from verl.utils.metrics import MetricSet
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.engine.fsdp.engine import FSDPEngine
 
 pytestmark = pytest.mark.dist
 

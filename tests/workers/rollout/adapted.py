@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.workers.rollout.helpers import generate, make_model, random_prompts, reference_logits, served_everywhere
 from verl.models.lora import LoraSettings, adapter_shapes, add_adapters, is_adapter_name
 from verl.workers.engine.base import WeightForm
-from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.types import SamplingParams
 
 #: a rank that is none of those that engines have room for
 RANK, ALPHA = 6, 12.0

@@ -16,8 +16,9 @@ from tests.models.images import IMAGE, model_arguments
 from verl.config import ModelConfig, RolloutConfig
 from verl.models.loading import language_model_class
 from verl.models.vision import PromptImages
-from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
+from verl.workers.rollout.engine import RolloutEngine
 from verl.workers.rollout.hf.engine import HFRolloutEngine
+from verl.workers.rollout.types import Completion, GenerationRequest, SamplingParams
 
 
 def make_model(family: str | PreTrainedConfig, *, seed: int = 0, spread: float = 6.0) -> torch.nn.Module:
@@ -69,7 +70,7 @@ def missing_package(name: str) -> str | None:
 
 def make_vllm_engine(model: torch.nn.Module, directory: Path, **rollout: Any) -> RolloutEngine:
     """A vLLM engine of the model's architecture, without weights."""
-    from verl.workers.rollout.vllm import VLLMRolloutEngine
+    from verl.workers.rollout.vllm.engine import VLLMRolloutEngine
 
     model.config.save_pretrained(directory)
     settings = {"name": "vllm", "dtype": "float32", "prompt_length": 28, "response_length": 100, "max_num_seqs": 64}
@@ -78,7 +79,7 @@ def make_vllm_engine(model: torch.nn.Module, directory: Path, **rollout: Any) ->
 
 def make_sglang_engine(model: torch.nn.Module, directory: Path, **rollout: Any) -> RolloutEngine:
     """An SGLang engine of the model's architecture, without weights."""
-    from verl.workers.rollout.sglang import SGLangRolloutEngine
+    from verl.workers.rollout.sglang.engine import SGLangRolloutEngine
 
     model.config.save_pretrained(directory)
     settings = {"name": "sglang", "dtype": "float32", "prompt_length": 28, "response_length": 100, "max_num_seqs": 64}

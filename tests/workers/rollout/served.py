@@ -17,17 +17,11 @@ import torch.distributed as dist
 
 from tests.workers.rollout.helpers import weights_of
 from verl.config import ModelConfig, RolloutConfig
-from verl.workers.rollout.base import (
-    MEMORY_PARTS,
-    Completion,
-    GenerationRequest,
-    MemoryPart,
-    RolloutEngine,
-    RolloutMemory,
-)
-from verl.workers.rollout.group import ReplicaGroup, wait_for
-from verl.workers.rollout.server import ServerHealth, ServerSpec
-from verl.workers.sharding_manager.link import WeightLink
+from verl.workers.rollout.engine import RolloutEngine
+from verl.workers.rollout.serving.replicas import ReplicaGroup, wait_for
+from verl.workers.rollout.serving.server import ServerHealth, ServerSpec
+from verl.workers.rollout.types import MEMORY_PARTS, Completion, GenerationRequest, MemoryPart, RolloutMemory
+from verl.workers.sharding_manager.weight_link import WeightLink
 
 _names = itertools.count()
 

@@ -25,6 +25,6 @@ def slowed(step: Callable[..., Any]) -> Callable[..., Any]:
 
 BatchRunner.step = slowed(BatchRunner.step)  # type: ignore[method-assign]
 if importlib.util.find_spec("vllm") is not None:
-    from verl.workers.rollout.vllm import VLLMRolloutEngine
+    from verl.workers.rollout.vllm.engine import VLLMRolloutEngine
 
     VLLMRolloutEngine._step = slowed(VLLMRolloutEngine._step)  # type: ignore[method-assign]

@@ -9,8 +9,8 @@ from verl.config import RolloutConfig
 from verl.errors import DataError, SchemaError
 from verl.protocol import DataProto
 from verl.utils.seeding import derive_seed
-from verl.workers.rollout.base import Completion
 from verl.workers.rollout.batch import EventCounts, batch_from_completions, pop_metrics, requests_from_batch
+from verl.workers.rollout.types import Completion
 
 
 def prompts(**fields: torch.Tensor) -> DataProto:

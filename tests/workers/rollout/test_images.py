@@ -21,10 +21,10 @@ from verl.models.vision import PromptImages
 from verl.protocol import DataProto
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.images import with_images
-from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
 from verl.workers.rollout.batch import requests_from_batch
 from verl.workers.rollout.hf.engine import HFRolloutEngine
-from verl.workers.rollout.wire import PackedRequests
+from verl.workers.rollout.serving.packed_requests import PackedRequests
+from verl.workers.rollout.types import Completion, GenerationRequest, SamplingParams
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,13 @@ def test_hf_is_found() -> None:
 
 
 def test_vllm_is_found_and_asks_for_its_package_only_when_made() -> None:
-    from verl.workers.rollout.vllm import VLLMRolloutEngine
+    from verl.workers.rollout.vllm.engine import VLLMRolloutEngine
 
     assert get_rollout_class("vllm") is VLLMRolloutEngine
 
 
 def test_sglang_is_found_and_asks_for_its_package_only_when_made() -> None:
-    from verl.workers.rollout.sglang import SGLangRolloutEngine
+    from verl.workers.rollout.sglang.engine import SGLangRolloutEngine
 
     assert get_rollout_class("sglang") is SGLangRolloutEngine
 

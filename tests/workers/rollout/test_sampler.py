@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.workers.rollout.base import SamplingParams
-from verl.workers.rollout.hf.sampler import (
+from verl.workers.rollout.sampler import (
     SamplingBatch,
     inverse_cdf,
     penalise_repetition,
@@ -17,7 +16,8 @@ from verl.workers.rollout.hf.sampler import (
     sample,
     sum_by_doubling,
 )
-from verl.workers.rollout.hf.uniforms import uniforms
+from verl.workers.rollout.types import SamplingParams
+from verl.workers.rollout.uniforms import uniforms
 
 CPU = torch.device("cpu")
 
@@ -140,7 +140,7 @@ def test_large_logits_and_half_precision_are_safe() -> None:
 
 
 def test_a_large_batch_is_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl.workers.rollout.hf import sampler
+    from verl.workers.rollout import sampler
 
     logits = torch.randn(23, 40, generator=torch.Generator().manual_seed(5))
     uniform = torch.rand(23, dtype=torch.float64, generator=torch.Generator().manual_seed(6))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from verl.workers.sharding_manager.layout import TensorInfo
+from verl.workers.sharding_manager.reshard.layout import TensorInfo
 
 
 def llama_tensors(

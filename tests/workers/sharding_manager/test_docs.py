@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from verl.workers.sharding_manager.grid import transition_cost
+from verl.workers.sharding_manager.reshard.grid import transition_cost
 
 
 def test_the_pages_example_moves_what_the_formula_says(repo_root: Path) -> None:

@@ -22,14 +22,14 @@ from tests.models.families import make_config
 from tests.workers.engine.ranks import run_ranks
 from tests.workers.engine.reference import POLICY, policy_batch, policy_loss
 from tests.workers.rollout.helpers import generate, hf_rollout, missing_package, random_prompts, reference_greedy
-from tests.workers.sharding_manager.test_sharded_dist import SplitSink
+from tests.workers.sharding_manager.test_sharded_sync_dist import SplitSink
 from verl.config import ModelConfig, RolloutConfig
 from verl.workers.engine.base import MicroBatching
-from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.types import SamplingParams
 from verl.workers.sharding_manager import WeightSync, make_sharding_manager
-from verl.workers.sharding_manager.grid import RankGrid, sharing_ranks
-from verl.workers.sharding_manager.layout import TensorInfo, dense_splits, parallel_layout
-from verl.workers.sharding_manager.sharded import ShardedSync
+from verl.workers.sharding_manager.reshard.grid import RankGrid, sharing_ranks
+from verl.workers.sharding_manager.reshard.layout import TensorInfo, dense_splits, parallel_layout
+from verl.workers.sharding_manager.sharded_sync import ShardedSync
 
 pytestmark = [
     pytest.mark.dist,
@@ -41,15 +41,15 @@ VOCABULARY = 60  # of prompts; that of every model here is larger
 
 
 def trained(path: str, **sizes: Any) -> Any:
-    from tests.workers.engine.megatron_ranks import make_megatron_engine
-    from verl.workers.engine.megatron_parallel import leave_parallel_groups
+    from tests.workers.engine.megatron.ranks import make_megatron_engine
+    from verl.workers.engine.megatron.parallel import leave_parallel_groups
 
     leave_parallel_groups()
     return make_megatron_engine(path, **sizes)
 
 
 def step(engine: Any) -> None:
-    from tests.workers.engine.megatron_ranks import rows_of
+    from tests.workers.engine.megatron.ranks import rows_of
 
     mine = rows_of(policy_batch(vocab=VOCABULARY), engine.layout.dp_rank, engine.layout.dp_size)
     engine.train_batch(mine, policy_loss, want=POLICY, micro=MicroBatching(size=2))
@@ -194,7 +194,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 def _vllm(rank: int, path: str, parallel: int) -> None:
-    from verl.workers.rollout.vllm import VLLMRolloutEngine
+    from verl.workers.rollout.vllm.engine import VLLMRolloutEngine
 
     engine = trained(path, tp=2, pp=2)
     groups = sharing_ranks(dist.get_world_size(), shards=2, parallel=parallel)
@@ -244,7 +244,7 @@ def test_vllm_generates_like_the_merged_model(parallel: int, tmp_path: Path) -> 
 
 
 def _sglang(rank: int, path: str, parallel: int) -> None:
-    from verl.workers.rollout.sglang import SGLangRolloutEngine
+    from verl.workers.rollout.sglang.engine import SGLangRolloutEngine
 
     # SGLang's own rule for its ranks on CPUs is one for each NUMA node
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1" if parallel == 2 else "0"

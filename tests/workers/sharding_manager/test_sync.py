@@ -19,7 +19,7 @@ from tests.workers.rollout.helpers import (
     weights_of,
 )
 from verl.errors import RolloutError, WeightSyncError
-from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.types import SamplingParams
 from verl.workers.sharding_manager import WeightSync
 
 
@@ -194,7 +194,7 @@ def test_the_fsdp_engine_shares_its_parameters_and_its_updates(tmp_path: Path) -
     from verl.config import FSDPConfig, ModelConfig, OptimConfig
     from verl.utils.metrics import MetricSet
     from verl.workers.engine.base import MicroBatching
-    from verl.workers.engine.fsdp import FSDPEngine
+    from verl.workers.engine.fsdp.engine import FSDPEngine
 
     model = make_model("qwen2", spread=2.0)
     rollout = make_engine(model, tmp_path)

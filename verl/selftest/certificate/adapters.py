@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from safetensors.torch import load_file
 
 from verl.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from verl.selftest.certificate.bench import TEMPERATURE, TRANSFORMERS, Bench
+from verl.selftest.certificate.bench import Bench
 from verl.selftest.certificate.engines import POLICY, Generator
 from verl.selftest.certificate.generation import log_prob_measure
-from verl.selftest.certificate.outcome import Measure
+from verl.selftest.certificate.outcome import TEMPERATURE, TRANSFORMERS, Measure
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.state import ADAPTER_DIR
+from verl.workers.engine.checkpoint import ADAPTER_DIR
 
 ADAPTERS, FILES = "adapters", "adapter files"
 _PEFT_PREFIX, _PEFT_SUFFIX = "base_model.model.", ".weight"
@@ -31,7 +31,7 @@ def adapters(bench: Bench) -> Iterator[Measure]:
     )
     got = {name: value.cpu() for name, value in off.items()}
     yield from bench.compare_outputs(ADAPTERS, "switched off", got, want, against=f"{TRANSFORMERS}, base model")
-    held_apart = bench.generator.engine.takes_adapter
+    held_apart = bench.generator.engine.supports_lora_update
     other = Generator(bench.subject, bench.setup, bench.rows.longest_prompt, merged=bool(held_apart))
     other.sync(bench.trainer)
     prompts = bench.rows.prompts

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,21 +25,16 @@ from verl.selftest.certificate.engines import (
     make_trainer,
     model_section,
 )
-from verl.selftest.certificate.outcome import Measure, Tolerances
+from verl.selftest.certificate.outcome import TEMPERATURE, TRANSFORMERS, Measure, Tolerances
 from verl.selftest.certificate.plain import PlainModel
+from verl.selftest.certificate.rank_pool import Ranks
 from verl.selftest.certificate.rows import Rows, first_difference, make_rows
 from verl.selftest.certificate.subject import Subject
 from verl.selftest.compare import GRADIENT_FLOOR, Deviation
-from verl.utils.owned import owned_scratch
+from verl.utils.owned_dirs import owned_scratch
 from verl.utils.tokenizer import textless_tokens
 from verl.workers.engine.base import MicroBatching
 from verl.workers.rollout.settings import special_tokens
-
-if TYPE_CHECKING:
-    from verl.selftest.certificate.sequence import Ranks
-
-TEMPERATURE = 0.8
-TRANSFORMERS = "plain Transformers"
 
 
 @dataclass

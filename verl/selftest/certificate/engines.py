@@ -22,7 +22,8 @@ from verl.utils.device import resolve_device
 from verl.utils.metrics import MetricSet, msum
 from verl.workers.engine.base import GlobalBatchInfo, MicroBatching, TrainEngine
 from verl.workers.rollout import get_rollout_class
-from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams, run_blocking
+from verl.workers.rollout.engine import RolloutEngine, run_blocking
+from verl.workers.rollout.types import Completion, GenerationRequest, SamplingParams
 from verl.workers.sharding_manager import make_sharding_manager
 
 POLICY = frozenset({"log_probs", "entropys"})
@@ -189,7 +190,7 @@ class FSDPTrainer(Trainer):
     can_pad = True
 
     def __init__(self, subject: Subject, setup: Setup, *, sequence: int = 1) -> None:
-        from verl.workers.engine.fsdp import FSDPEngine
+        from verl.workers.engine.fsdp.engine import FSDPEngine
 
         config = FSDPConfig()
         config.mixed_precision.param_dtype = "float32"
@@ -219,7 +220,7 @@ class MegatronTrainer(Trainer):
     can_pad = False
 
     def __init__(self, subject: Subject, setup: Setup) -> None:
-        from verl.workers.engine.megatron import MegatronEngine
+        from verl.workers.engine.megatron.engine import MegatronEngine
 
         optim = OptimConfig(lr=LEARNING_RATE, weight_decay=0.0, clip_grad=0.0)
         config = MegatronConfig(sequence_parallel=False, dtype="float32")

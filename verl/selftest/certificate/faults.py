@@ -24,15 +24,16 @@ from verl import model_merger
 from verl.data import chat
 from verl.errors import ConfigError
 from verl.models import attention, families, heads, loading, packing
-from verl.selftest import planted
+from verl.selftest import planted_bugs
 from verl.utils import tokenizer
-from verl.workers.engine import fsdp, state
-from verl.workers.engine.fsdp import FSDPEngine
-from verl.workers.rollout import batch, settings
-from verl.workers.rollout.base import Completion
+from verl.workers.engine import checkpoint as engine_checkpoint
+from verl.workers.engine.fsdp import engine as fsdp_engine
+from verl.workers.engine.fsdp.engine import FSDPEngine
+from verl.workers.rollout import batch, sampler, settings
 from verl.workers.rollout.hf import engine as hf_engine
-from verl.workers.rollout.hf import sampler, weights
+from verl.workers.rollout.hf import weights
 from verl.workers.rollout.hf.engine import HFRolloutEngine
+from verl.workers.rollout.types import Completion
 
 #: planted now, in this process
 ACTIVE: list[str] = []
@@ -129,7 +130,7 @@ def _dropout(stack: ExitStack) -> None:
                 module.attention_dropout = 0.1  # type: ignore[assignment]
 
     _after_build(stack, change)
-    _patch(stack, fsdp, "set_training", lambda module, *, noise: module.train())
+    _patch(stack, fsdp_engine, "set_training", lambda module, *, noise: module.train())
 
 
 def _row_leak(stack: ExitStack) -> None:
@@ -154,7 +155,7 @@ def _positions(stack: ExitStack) -> None:
             return layout
         return replace(layout, position_ids=torch.arange(layout.tokens)[None])
 
-    _patch(stack, fsdp, "build_layout", build)
+    _patch(stack, fsdp_engine, "build_layout", build)
 
 
 def _window(stack: ExitStack) -> None:
@@ -358,7 +359,7 @@ def _frame_lost(stack: ExitStack) -> None:
 
 def _template_lost(stack: ExitStack) -> None:
     """What is saved has no chat template."""
-    real = state.copy_companions
+    real = engine_checkpoint.copy_companions
 
     def copy(source: Path, target: Path) -> None:
         real(source, target)
@@ -382,11 +383,11 @@ FAULTS: dict[str, Fault] = {
     "row-leak": Fault(_row_leak, "log-probs"),
     "position-ids": Fault(_positions, "log-probs"),
     "window-ignored": Fault(_window, "log-probs"),
-    "training-temperature": Fault(planted.BUGS["training-temperature"], "gradients"),
-    "local-denominators": Fault(planted.BUGS["local-denominators"], "gradients"),
+    "training-temperature": Fault(planted_bugs.BUGS["training-temperature"], "gradients"),
+    "local-denominators": Fault(planted_bugs.BUGS["local-denominators"], "gradients"),
     "head-gradient": Fault(_head_gradient, "gradients"),
     "router-precision": Fault(_router_precision, "routing"),
-    "sequence-gradient": Fault(planted.BUGS["sequence-gradient"], "sequence parallel"),
+    "sequence-gradient": Fault(planted_bugs.BUGS["sequence-gradient"], "sequence parallel"),
     "rollout-temperature": Fault(_rollout_temperature, "sampling"),
     "rounded-log-probs": Fault(_rounded_log_probs, "sampling"),
     "rope-scaling": Fault(_rope_scaling, "sampling"),

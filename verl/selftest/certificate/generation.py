@@ -10,14 +10,14 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.protocol import DataProto
-from verl.selftest.certificate.bench import TEMPERATURE, TRANSFORMERS, Bench
+from verl.selftest.certificate.bench import Bench
 from verl.selftest.certificate.engines import MAX_TOKENS
-from verl.selftest.certificate.outcome import Measure
+from verl.selftest.certificate.outcome import TEMPERATURE, TRANSFORMERS, Measure
 from verl.selftest.certificate.rows import pad_rows
 from verl.selftest.compare import Deviation
 from verl.workers.engine.base import MicroBatching
-from verl.workers.rollout.base import Completion
 from verl.workers.rollout.batch import batch_from_completions
+from verl.workers.rollout.types import Completion
 
 SAMPLING, FILTERS, AGREEMENT, STOPS, VOCABULARY = (
     "sampling",

@@ -11,6 +11,10 @@ from verl.selftest.compare import Deviation
 Verdict = Literal["passed", "failed", "not applicable", "refused"]
 
 
+TEMPERATURE = 0.8
+TRANSFORMERS = "plain Transformers"
+
+
 @dataclass(frozen=True)
 class Tolerances:
     """Largest allowed figures, float32.

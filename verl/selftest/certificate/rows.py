@@ -11,7 +11,7 @@ from torch import Tensor
 
 from verl.models.probe import Limit, Probe, make_probe
 from verl.selftest.certificate.subject import Subject
-from verl.workers.rollout.batch import position_ids_from_mask
+from verl.trajectories import position_ids_from_mask
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from verl.config import ModelConfig
 from verl.errors import ConfigError
 from verl.models.loading import load_hf_config, resolve_model_dir
 from verl.models.sliced import INDEX, SINGLE
-from verl.utils.owned import owned_scratch
+from verl.utils.owned_dirs import owned_scratch
 from verl.utils.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:

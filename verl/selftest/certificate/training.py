@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from verl.selftest.certificate.bench import TEMPERATURE, TRANSFORMERS, Bench
-from verl.selftest.certificate.outcome import Measure
+from verl.selftest.certificate.bench import Bench
+from verl.selftest.certificate.outcome import TEMPERATURE, TRANSFORMERS, Measure
 from verl.selftest.certificate.routes import Choices, compare_choices
 from verl.selftest.compare import Deviation
 from verl.workers.engine.base import MicroBatching

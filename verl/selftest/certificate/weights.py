@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import torch
 
-from verl.selftest.certificate.bench import TEMPERATURE, Bench
+from verl.selftest.certificate.bench import Bench
 from verl.selftest.certificate.engines import Trainer
 from verl.selftest.certificate.generation import log_prob_measure, rollout_batch
-from verl.selftest.certificate.outcome import Measure
+from verl.selftest.certificate.outcome import TEMPERATURE, Measure
 from verl.selftest.certificate.plain import PlainModel
 from verl.selftest.compare import Deviation
 from verl.workers.engine.base import MicroBatching
-from verl.workers.rollout.base import run_blocking
+from verl.workers.rollout.engine import run_blocking
 
 SYNC, SAVED, TIED = "weight sync", "save and merge", "tied weights"
 #: log-probs must change by this much, or an update shows nothing
@@ -44,7 +44,7 @@ def weight_sync(bench: Bench) -> Iterator[Measure]:
         mask=batch["response_mask"],
     )
     yield _visible(bench, fresh)
-    if not bench.generator.engine.takes_adapter:
+    if not bench.generator.engine.supports_lora_update:
         yield _served(bench, updated)
 
 

@@ -8,7 +8,7 @@ otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from tensordict import TensorDictBase
@@ -16,14 +16,22 @@ from tensordict import TensorDictBase
 from verl.errors import DataError
 from verl.protocol import DataProto, DataProtoFuture, collect_shards, split_with_padding
 from verl.single_controller.base.futures import is_reference
+from verl.single_controller.base.mesh import Mesh
 
-if TYPE_CHECKING:
-    from verl.single_controller.base.worker_group import WorkerGroup
+
+class Ranks(Protocol):
+    """What a dispatch function asks of a worker group."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    def mesh(self, name: str) -> Mesh: ...
+
 
 #: per positional argument, and per keyword, one value for each rank
 PerRank = tuple[tuple[Any, ...], dict[str, Any]]
 DispatchFn = Callable[..., PerRank]
-CollectFn = Callable[["WorkerGroup", Any], Any]
+CollectFn = Callable[[Ranks, Any], Any]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -36,13 +44,13 @@ def takes_padding(function: F) -> F:
 # ---- dispatch --------------------------------------------------------------------------------------------------
 
 
-def dispatch_one_to_all(worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> PerRank:
+def dispatch_one_to_all(worker_group: Ranks, *args: Any, **kwargs: Any) -> PerRank:
     """Every rank gets the same arguments."""
     ranks = worker_group.world_size
     return tuple([arg] * ranks for arg in args), {name: [value] * ranks for name, value in kwargs.items()}
 
 
-def dispatch_per_rank(worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> PerRank:
+def dispatch_per_rank(worker_group: Ranks, *args: Any, **kwargs: Any) -> PerRank:
     """Every argument is a list with one value per rank already."""
     for name, value in [*enumerate(args), *kwargs.items()]:
         if not isinstance(value, list | tuple) or len(value) != worker_group.world_size:
@@ -56,7 +64,7 @@ def dispatch_per_rank(worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> P
 
 @takes_padding
 def dispatch_dp_data_proto(
-    worker_group: WorkerGroup, *args: Any, _auto_padding: bool | None = None, **kwargs: Any
+    worker_group: Ranks, *args: Any, _auto_padding: bool | None = None, **kwargs: Any
 ) -> PerRank:
     """Batches are split into one shard per rank; every other argument goes to all ranks."""
     return split_batches(worker_group.world_size, args, kwargs, _auto_padding)
@@ -64,7 +72,7 @@ def dispatch_dp_data_proto(
 
 @takes_padding
 def dispatch_dp_data_proto_with_func(
-    worker_group: WorkerGroup, *args: Any, _auto_padding: bool | None = None, **kwargs: Any
+    worker_group: Ranks, *args: Any, _auto_padding: bool | None = None, **kwargs: Any
 ) -> PerRank:
     """The first argument is a function for all ranks; the rest as in :func:`dispatch_dp_data_proto`."""
     if not args or not callable(args[0]):
@@ -73,7 +81,7 @@ def dispatch_dp_data_proto_with_func(
     return split_batches(worker_group.world_size, args, kwargs, _auto_padding)
 
 
-def dispatch_direct(worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> PerRank:
+def dispatch_direct(worker_group: Ranks, *args: Any, **kwargs: Any) -> PerRank:
     """Refuse: methods of this mode are called on one worker, not on the group."""
     raise DataError(
         "this method is for direct calls to one worker: use group.workers[rank].<method>.remote(...) under Ray"
@@ -112,17 +120,17 @@ def split_batches(
 # ---- collect ---------------------------------------------------------------------------------------------------
 
 
-def collect_all(worker_group: WorkerGroup, output: Any) -> Any:
+def collect_all(worker_group: Ranks, output: Any) -> Any:
     """The ranks' results as they are."""
     return output
 
 
-def collect_first(worker_group: WorkerGroup, output: Any) -> Any:
+def collect_first(worker_group: Ranks, output: Any) -> Any:
     """The result of the only rank that ran."""
     return output[0] if isinstance(output, list) and len(output) == 1 else output
 
 
-def collect_dp_data_proto(worker_group: WorkerGroup, output: list[Any]) -> Any:
+def collect_dp_data_proto(worker_group: Ranks, output: list[Any]) -> Any:
     """Shards joined in rank order, without the padding that dispatch added."""
     return join(output)
 
@@ -162,7 +170,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[
     """
 
     @takes_padding
-    def dispatch(worker_group: WorkerGroup, *args: Any, _auto_padding: bool | None = None, **kwargs: Any) -> PerRank:
+    def dispatch(worker_group: Ranks, *args: Any, _auto_padding: bool | None = None, **kwargs: Any) -> PerRank:
         mesh = worker_group.mesh(mesh_name)
         by_shard, by_shard_kw = split_batches(mesh.dp_size, args, kwargs, _auto_padding)
 
@@ -171,10 +179,10 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[
 
         return tuple(map(to_ranks, by_shard)), {name: to_ranks(shards) for name, shards in by_shard_kw.items()}
 
-    def collect_ranks(worker_group: WorkerGroup) -> tuple[int, ...]:
+    def collect_ranks(worker_group: Ranks) -> tuple[int, ...]:
         return worker_group.mesh(mesh_name).collect_ranks
 
-    def collect(worker_group: WorkerGroup, output: list[Any]) -> Any:
+    def collect(worker_group: Ranks, output: list[Any]) -> Any:
         # in the order of the shards, which need not be the order of the ranks
         return join([output[rank] for rank in collect_ranks(worker_group)])
 

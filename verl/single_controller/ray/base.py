@@ -23,8 +23,8 @@ from verl.single_controller.base import ClassWithInitArgs, ColocatedClasses, Wor
 from verl.single_controller.base.decorator import MAGIC_ATTR
 from verl.single_controller.base.futures import is_ray_reference
 from verl.single_controller.ray.fields import FieldStore, Shard, Traffic
-from verl.single_controller.ray.host import HostInfo, host_class
 from verl.single_controller.ray.resource_pool import RayResourcePool
+from verl.single_controller.ray.worker_process import HostInfo, host_class
 from verl.utils.timing import format_duration
 from verl.utils.transport import pack
 

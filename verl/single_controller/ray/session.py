@@ -22,7 +22,8 @@ import ray
 
 from verl.errors import ConfigError, WorkerError
 from verl.utils.fs import format_bytes, free_bytes
-from verl.utils.owned import Owner, make_short_dir, processes_of
+from verl.utils.owned import Owner, processes_of
+from verl.utils.owned_dirs import make_short_dir
 
 logger = logging.getLogger(__name__)
 

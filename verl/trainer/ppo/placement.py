@@ -242,8 +242,8 @@ def _servers(config: PPOConfig, device: str, trainers: WorkerGroup, pool: Any) -
     import ray
 
     from verl.trainer.ppo.servers import AgentLoopPool, ServerRollout
-    from verl.workers.rollout.group import ReplicaGroup
-    from verl.workers.rollout.server import ServerSpec
+    from verl.workers.rollout.serving.replicas import ReplicaGroup
+    from verl.workers.rollout.serving.server import ServerSpec
 
     section, workers = config.actor_rollout_ref, config.trainer.world_size
     rollout, limits = section.rollout, section.rollout.server

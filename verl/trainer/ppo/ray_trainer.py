@@ -46,7 +46,7 @@ from verl.trainer.ppo.placement import Rollout
 from verl.trainer.ppo.rows import arrange_rows, compute_row_advantages, has_rows, lay_out_rows, without_padding
 from verl.trainer.ppo.saving import RunSaver
 from verl.trainer.ppo.scoring import check_scores, describe_samples, dump_samples, outcomes, reported
-from verl.trainer.ppo.sources import Source
+from verl.trainer.ppo.sources.base import Source
 from verl.trainer.ppo.validation import Validator
 from verl.utils.device import resolve_device
 from verl.utils.metrics import MetricSet
@@ -57,7 +57,7 @@ from verl.utils.telling import BOUNDARY
 from verl.utils.timing import StepTimer
 from verl.utils.tracking import Tracking
 from verl.workers.losses import actor_loss
-from verl.workers.memory import predict, table
+from verl.workers.memory_usage import predict, table
 
 __all__ = ["RayPPOTrainer", "apply_kl_penalty", "compute_advantage", "compute_response_mask"]
 

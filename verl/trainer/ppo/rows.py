@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.agent_loop.batch import EARLIER_ROWS, turn_ends
 from verl.protocol import DataProto
 from verl.trainer.ppo.advantage import compute_advantage
 from verl.trainer.ppo.fields import tensors_of
+from verl.trajectories import Segment, collate, turn_ends
+from verl.trajectories.batch import EARLIER_ROWS
 from verl.utils.seqlen_balancing import arrange_mini_batches
 from verl.workers.engine.batching import MINI_BATCH_ROWS
-from verl.workers.rollout.batch import position_ids_from_mask
 
 #: ``trajectory`` of rows that fill a mini-batch up
 PADDING = -1
@@ -68,10 +68,11 @@ def lay_out_rows(batch: DataProto) -> DataProto:
     tensors["sample_index"] = torch.arange(len(out))
     tensors["last_row"] = torch.tensor([row is None for row in rows])
     held = torch.zeros(len(batch))  # scores of earlier turns, which wait on the last row
-    for place, row in enumerate(rows):
-        if row is not None:
-            _write_row(tensors, place, row)
-            held[owners[place]] += sum(row["turn_scores"] or ())
+    places = [place for place, row in enumerate(rows) if row is not None]
+    if places:
+        _write_rows(tensors, places, [row for row in rows if row is not None])
+    for place in places:
+        held[owners[place]] += sum((rows[place] or {})["turn_scores"] or ())
     for place, (owner, row) in enumerate(zip(owners, rows, strict=True)):
         if row is None and held[owner]:
             column = turn_ends(tensors["response_mask"][place].tolist())[0]
@@ -83,47 +84,35 @@ def lay_out_rows(batch: DataProto) -> DataProto:
 
 #: tensors with scores of turns
 _SCORES = ("token_level_scores", "turn_scores")
-#: tensors with a score of the whole trajectory, which its last row has
-_OF_LAST_ROW = ("token_level_scores", "turn_scores", "rm_scores")
 
 
-def _write_row(tensors: Any, place: int, row: Mapping[str, Any]) -> None:
-    """Put the tokens of an earlier row, and the scores of its turns, into a line of the batch."""
+def _write_rows(tensors: Any, places: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Put the tokens of earlier rows, and the scores of their turns, into lines of the batch."""
     width = tensors["responses"].shape[1]
-    prompt_width = tensors["input_ids"].shape[1] - width
-    prompt, response = row["prompt_ids"], row["response_ids"]
-    whole = torch.zeros(prompt_width + width, dtype=torch.int64)
-    seen = torch.zeros(prompt_width + width, dtype=torch.int64)
-    begin, end = prompt_width - len(prompt), prompt_width + len(response)
-    whole[begin:end] = torch.tensor([*prompt, *response])
-    seen[begin:end] = 1
-    count = len(response)
-    mask = _line(row["response_mask"], width, torch.int64)
-    values: dict[str, Tensor] = {
-        "input_ids": whole,
-        "attention_mask": seen,
-        "position_ids": position_ids_from_mask(seen[None])[0],
-        "prompts": whole[:prompt_width],
-        "responses": whole[prompt_width:],
-        "response_mask": mask,
-        "rollout_log_probs": _line(row["response_logprobs"] or [0.0] * count, width, torch.float32),
-    }
-    if row["token_versions"] is not None:
-        versions = _line(row["token_versions"], width, torch.int32)
-        values["token_versions"] = torch.where(mask.bool(), versions, -1)
-    scores = torch.zeros(width)
-    if row["turn_scores"]:
-        scores[turn_ends(row["response_mask"])] = torch.tensor(row["turn_scores"])
-    values |= dict.fromkeys(_SCORES, scores) | {"rm_scores": torch.zeros(width)}
+    segments = [
+        Segment(
+            row["prompt_ids"],
+            row["response_ids"],
+            row["response_mask"],
+            row["response_logprobs"],
+            row["token_versions"],
+        )
+        for row in rows
+    ]
+    values = collate(
+        segments, prompt_length=tensors["input_ids"].shape[1] - width, response_length=width, pad_token_id=0
+    )
+    for name in ("policy_version", "overlong"):  # of the trajectory
+        del values[name]
+    scores = torch.zeros(len(rows), width)
+    for number, row in enumerate(rows):
+        if row["turn_scores"]:
+            scores[number, turn_ends(row["response_mask"])] = torch.tensor(row["turn_scores"])
+    values |= dict.fromkeys(_SCORES, scores) | {"rm_scores": torch.zeros(len(rows), width)}
+    lines = torch.tensor(places)
     for name, value in values.items():
         if name in tensors:
-            tensors[name][place] = value.to(tensors[name].dtype)
-
-
-def _line(values: Sequence[float], width: int, dtype: torch.dtype) -> Tensor:
-    line = torch.zeros(width, dtype=dtype)
-    line[: len(values)] = torch.tensor(values, dtype=dtype)
-    return line
+            tensors[name][lines] = value.to(tensors[name].dtype)
 
 
 # ---- mini-batches ------------------------------------------------------------------------------------------------

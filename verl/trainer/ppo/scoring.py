@@ -18,6 +18,7 @@ from verl.rewards.outcome import as_number
 from verl.schema import REPORTED_PREFIX
 from verl.single_controller.base import WorkerGroup
 from verl.trainer.ppo.fields import stage_batch
+from verl.trajectories import uncollate
 from verl.utils.fs import atomic_write_text
 from verl.utils.json_text import dumps_json
 from verl.utils.telling import BOUNDARY
@@ -261,10 +262,7 @@ def describe_samples(
     tokenizer: Any, batch: DataProto, scores: list[float], extra: Mapping[str, np.ndarray]
 ) -> list[Sample]:
     """Rows as readable dicts: input, output, ground truth, score and the reward function's extra values."""
-    responses = batch.batch["responses"]
-    prompts = batch.batch["prompts"]
-    prompt_mask = batch.batch["attention_mask"][:, : prompts.shape[1]].bool()
-    response_mask = batch.batch["attention_mask"][:, prompts.shape[1] :].bool()
+    segments = uncollate(batch.batch)
     truths = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
     # the score itself, which reward managers report among the extra values, is no second value
     extra = {name: values for name, values in extra.items() if name != "score" or not _same(values, scores)}
@@ -274,8 +272,8 @@ def describe_samples(
         truth = truths[i]
         row: Sample = {
             "uid": batch.non_tensor_batch["uid"][i],
-            "input": tokenizer.decode(prompts[i][prompt_mask[i]].tolist()),
-            "output": tokenizer.decode(responses[i][response_mask[i]].tolist()),
+            "input": tokenizer.decode(segments[i].prompt_ids),
+            "output": tokenizer.decode(segments[i].response_ids),
             "gts": truth.get("ground_truth") if isinstance(truth, dict) else truth,
             "score": score,
         }

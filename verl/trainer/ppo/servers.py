@@ -22,15 +22,16 @@ from verl.errors import LostProcessError, RolloutError
 from verl.protocol import DataProto
 from verl.single_controller.base import WorkerGroup
 from verl.utils.fs import ensure_writable_dir
-from verl.utils.owned import make_owned_dir, sweep
+from verl.utils.owned import sweep
+from verl.utils.owned_dirs import make_owned_dir
 from verl.utils.transport import pack
 from verl.utils.watcher import also_sweep
-from verl.workers.rollout.base import run_blocking
 from verl.workers.rollout.batch import EventCounts, batch_from_completions, requests_from_batch
-from verl.workers.rollout.client import RolloutClient
-from verl.workers.rollout.group import NoAnswerError, Replica, ReplicaGroup, wait_for
+from verl.workers.rollout.engine import run_blocking
+from verl.workers.rollout.serving.client import RolloutClient
+from verl.workers.rollout.serving.replicas import NoAnswerError, Replica, ReplicaGroup, wait_for
 from verl.workers.sharding_manager import SyncReport
-from verl.workers.sharding_manager.link import LinkKind, WeightLink
+from verl.workers.sharding_manager.weight_link import LinkKind, WeightLink
 
 logger = logging.getLogger(__name__)
 
@@ -298,7 +299,7 @@ class ServerRollout:
             for number, server in enumerate(servers):
                 calls[server.receive_weights.remote(link, number)] = f"update of a rollout server to version {version}"  # type: ignore[attr-defined]
         send = self.trainers.send_weights.options(blocking=False)
-        apart = all(info.takes_adapter for replica in replicas for info in replica.infos)
+        apart = all(info.supports_lora_update for replica in replicas for info in replica.infos)
         sends = send(
             version=version, links={rank: link for rank, (link, _) in links.items()}, again=again, adapter_apart=apart
         )

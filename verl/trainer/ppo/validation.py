@@ -12,7 +12,7 @@ import numpy as np
 from verl.protocol import DataProto
 from verl.trainer.ppo.placement import Rollout
 from verl.trainer.ppo.scoring import Sample, Scorer, apart, describe_samples, dump_samples
-from verl.trainer.ppo.sources import generate, with_samples
+from verl.trainer.ppo.sources.base import generate, with_samples
 from verl.trainer.ppo.validation_metrics import ValidationRecord
 from verl.utils.seeding import derive_seed
 from verl.utils.stopping import look

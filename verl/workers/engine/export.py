@@ -13,7 +13,7 @@ from verl.utils.contents import PROVENANCE_FILE
 from verl.utils.distributed import barrier
 from verl.utils.json_text import write_json
 from verl.workers.engine.base import TrainEngine
-from verl.workers.engine.state import on_all_ranks
+from verl.workers.engine.checkpoint import on_all_ranks
 
 logger = logging.getLogger(__name__)
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from verl.workers.rollout.base import RolloutEngine
+    from verl.workers.rollout.engine import RolloutEngine
 
 #: engine name -> "module:class"
 ROLLOUT_ENGINES: dict[str, str] = {
     "hf": "verl.workers.rollout.hf.engine:HFRolloutEngine",
-    "sglang": "verl.workers.rollout.sglang:SGLangRolloutEngine",
-    "vllm": "verl.workers.rollout.vllm:VLLMRolloutEngine",
+    "sglang": "verl.workers.rollout.sglang.engine:SGLangRolloutEngine",
+    "vllm": "verl.workers.rollout.vllm.engine:VLLMRolloutEngine",
 }
 
 #: names that users of this ecosystem know but that this version does not serve

@@ -11,9 +11,10 @@ import torch
 from verl.errors import DataError, SchemaError
 from verl.models.vision import prompt_images
 from verl.protocol import DataProto
+from verl.trajectories import Segment, collate
 from verl.utils.metrics import MetricSet, msum
 from verl.utils.seeding import derive_seed
-from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
+from verl.workers.rollout.types import Completion, GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
     from verl.config import RolloutConfig
@@ -82,7 +83,6 @@ def sampling_settings(rollout_config: RolloutConfig, *, validate: bool) -> dict[
         "temperature": float(source.temperature) if source.do_sample else 0.0,
         "top_p": float(source.top_p),
         "top_k": int(source.top_k),
-        "min_p": float(getattr(source, "min_p", 0.0) or 0.0),
         "repetition_penalty": float(source.repetition_penalty),
         "ignore_eos": bool(rollout_config.ignore_eos),
     }
@@ -119,39 +119,26 @@ def batch_from_completions(
             f"completion {row} has {lengths[row]} tokens, more than the response length {response_length}; "
             "set max_tokens of the request to the response length"
         )
-    total = int(lengths.sum())
-    inside = np.arange(response_length) < lengths[:, None]
-    responses = np.full((size, response_length), pad_token_id, np.int64)
-    log_probs = np.zeros((size, response_length), np.float32)
-    responses[inside] = np.fromiter((token for item in completions for token in item.token_ids), np.int64, total)
-    log_probs[inside] = np.fromiter((value for item in completions for value in item.log_probs), np.float32, total)
-    versions = np.array(
+    fields = collate(
         [
-            (item.policy_version, item.policy_version if item.last_policy_version is None else item.last_policy_version)
+            Segment(
+                (),
+                item.token_ids,
+                log_probs=item.log_probs,
+                policy_versions=(
+                    item.policy_version,
+                    item.policy_version if item.last_policy_version is None else item.last_policy_version,
+                ),
+                overlong=item.finish_reason == "length",
+            )
             for item in completions
         ],
-        np.int32,
-    ).reshape(size, 2)
-    response_mask = torch.from_numpy(inside.astype(np.int64))
-    attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
-    return DataProto.from_dict(
-        tensors={
-            "prompts": prompt_ids,
-            "responses": torch.from_numpy(responses),
-            "input_ids": torch.cat([prompt_ids, torch.from_numpy(responses)], dim=1),
-            "attention_mask": attention_mask,
-            "position_ids": position_ids_from_mask(attention_mask),
-            "response_mask": response_mask,
-            "rollout_log_probs": torch.from_numpy(log_probs),
-            "policy_version": torch.from_numpy(versions),
-            "overlong": torch.tensor([item.finish_reason == "length" for item in completions], dtype=torch.bool),
-        }
+        response_length=response_length,
+        pad_token_id=pad_token_id,
+        prompts=(prompt_ids, prompt_mask),
     )
-
-
-def position_ids_from_mask(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Positions (B,S) that count the attended tokens from 0; left padding gets 0."""
-    return (attention_mask.cumsum(dim=1) - 1).clamp_(min=0)
+    del fields["token_versions"]  # the range says enough
+    return DataProto.from_dict(tensors=fields)
 
 
 class EventCounts:

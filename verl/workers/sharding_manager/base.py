@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from verl.workers.engine.base import SlicedWeight
-from verl.workers.rollout.base import WeightPart
+from verl.workers.rollout.types import WeightPart
 
 
 class WeightSource(Protocol):
@@ -46,10 +46,10 @@ class OwnedMemory(Protocol):
 class WeightSink(Protocol):
     """The part of a rollout engine that takes weights; every ``RolloutEngine`` is one."""
 
-    takes_adapter: bool
+    supports_lora_update: bool
 
     @property
-    def needs_base(self) -> bool: ...
+    def needs_base_weights(self) -> bool: ...
 
     @property
     def policy_version(self) -> int: ...
@@ -58,9 +58,9 @@ class WeightSink(Protocol):
 
     async def load(self, bucket: Iterable[tuple[str, torch.Tensor]], *, live: bool = True) -> None: ...
 
-    def weight_parts(self, names: Iterable[str]) -> dict[str, list[WeightPart]] | None: ...
+    def shard_views(self, names: Iterable[str]) -> dict[str, list[WeightPart]] | None: ...
 
-    def parts_written(self, names: Iterable[str]) -> None: ...
+    def mark_loaded(self, names: Iterable[str]) -> None: ...
 
     async def end_update(self) -> None: ...
 

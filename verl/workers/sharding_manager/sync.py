@@ -13,11 +13,11 @@ import torch
 from verl import envs
 from verl.errors import WeightSyncError
 from verl.models.lora import is_adapter_name
-from verl.workers.rollout.base import run_blocking
+from verl.workers.rollout.engine import run_blocking
 from verl.workers.sharding_manager.base import SendReport, SyncReport, WeightSink, WeightSource
-from verl.workers.sharding_manager.colocated import ColocatedTransport
-from verl.workers.sharding_manager.fingerprint import ChangeDetector
-from verl.workers.sharding_manager.transport import Transport, Weights
+from verl.workers.sharding_manager.change_detection import ChangeDetector
+from verl.workers.sharding_manager.transports.base import Transport, Weights
+from verl.workers.sharding_manager.transports.colocated import ColocatedTransport
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ async def _deliver(transport: Transport, sink: WeightSink, *, known: dict[str, s
     started = time.perf_counter()
     delivery = transport.receive(newer_than=sink.policy_version)
     tensors = buckets = arrived = 0
-    adapter_only = sink.takes_adapter
+    adapter_only = sink.supports_lora_update
     expected: dict[str, str] = {}
     async with updating(sink, delivery.version):
         with contextlib.closing(delivery.buckets) as arriving:  # at once on an error: the sender must not wait for us

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from verl.workers.rollout.hf.budget import CacheBudget, Progress
+from verl.workers.rollout.hf.kv_budget import CacheBudget, Progress
 
 
 def room(budget: CacheBudget, entering: Progress, running: list[Progress] | None = None, wanted: int = 1000) -> int:

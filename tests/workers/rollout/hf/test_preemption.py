@@ -23,8 +23,8 @@ from tests.workers.rollout.helpers import (
     random_prompts,
 )
 from verl.errors import ConfigError, RolloutError
-from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
 from verl.workers.rollout.hf.engine import HFRolloutEngine
+from verl.workers.rollout.types import Completion, GenerationRequest, SamplingParams
 
 LENGTHS = (4, 19, 19, 2, 8, 30)
 #: samples of each prompt

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.hf.kv_cache import Write
 from verl.workers.rollout.hf.prefill import (
     Beginning,
@@ -17,6 +16,7 @@ from verl.workers.rollout.hf.prefill import (
     split_for_prefill,
 )
 from verl.workers.rollout.hf.scheduler import PromptGroup, Sequence
+from verl.workers.rollout.types import GenerationRequest, SamplingParams
 
 
 def sequence(prompt: list[int], sampled: int = 0) -> Sequence:

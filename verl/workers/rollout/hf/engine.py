@@ -21,25 +21,25 @@ from verl.models.shape import cached_token_bytes
 from verl.models.vision import ImageTokens
 from verl.utils.device import empty_cache, get_torch_device
 from verl.utils.distributed import get_world_size
-from verl.workers.rollout.adapters import adapter_for
-from verl.workers.rollout.base import (
+from verl.workers.rollout.engine import RolloutEngine
+from verl.workers.rollout.hf.kv_budget import CacheBudget
+from verl.workers.rollout.hf.kv_cache import RolloutCache
+from verl.workers.rollout.hf.packed_linears import PackedLinears, packing_supported
+from verl.workers.rollout.hf.runner import BatchRunner, FinishedSequence
+from verl.workers.rollout.hf.scheduler import Scheduler, Sequence
+from verl.workers.rollout.hf.weights import ModuleWeights, build_module
+from verl.workers.rollout.lora import adapter_for
+from verl.workers.rollout.pausing import Call, PauseController, check_ready, check_request, parts_of, with_partial
+from verl.workers.rollout.settings import resolve_dtype, special_tokens, unsampled_of
+from verl.workers.rollout.types import (
     MEMORY_PARTS,
     Completion,
     GenerationRequest,
     MemoryPart,
-    RolloutEngine,
     RolloutMemory,
     SamplingParams,
     WeightPart,
 )
-from verl.workers.rollout.hf.budget import CacheBudget
-from verl.workers.rollout.hf.kv_cache import RolloutCache
-from verl.workers.rollout.hf.packed import PackedLinears, packing_supported
-from verl.workers.rollout.hf.runner import BatchRunner, FinishedSequence
-from verl.workers.rollout.hf.scheduler import Scheduler, Sequence
-from verl.workers.rollout.hf.weights import ModuleWeights, build_module
-from verl.workers.rollout.serving import Call, Gate, check_ready, check_request, parts_of, with_partial
-from verl.workers.rollout.settings import resolve_dtype, special_tokens, unsampled_of
 
 if TYPE_CHECKING:
     from verl.config import ModelConfig, RolloutConfig
@@ -87,7 +87,7 @@ class HFRolloutEngine(RolloutEngine):
         self.model_type: str = config.model_type
         text_config = config.get_text_config()
         lora = adapter_for(model_config, rollout_config)
-        self.takes_adapter = lora is not None
+        self.supports_lora_update = lora is not None
         self.module = build_module(
             config, self.dtype, self.device, trust_remote_code=model_config.trust_remote_code, lora=lora
         )
@@ -125,7 +125,7 @@ class HFRolloutEngine(RolloutEngine):
         )
         self.scheduler = Scheduler(int(rollout_config.max_num_seqs), self.cache_budget)
         self._look = False  # there may be room that was not there before
-        self.gate = Gate("hf", self.runner.vocab_size)
+        self.pauses = PauseController("hf", self.runner.vocab_size)
         self._awake: set[MemoryPart] = set(MEMORY_PARTS)
         self._version = -1
         self._next_version: int | None = None
@@ -159,7 +159,7 @@ class HFRolloutEngine(RolloutEngine):
 
     async def generate_many(self, requests: Seq[GenerationRequest]) -> list[Completion]:
         """Serve requests together, in the order given. Equal prompts are prefilled once."""
-        return await self.gate.run(self._serve, requests)
+        return await self.pauses.run(self._serve, requests)
 
     async def _serve(self, requests: list[GenerationRequest]) -> list[Completion]:
         if not requests:
@@ -201,7 +201,7 @@ class HFRolloutEngine(RolloutEngine):
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """End requests now; they complete with the tokens so far and reason ``"abort"``."""
         wanted = None if request_ids is None else set(request_ids)
-        self.gate.abort(wanted)
+        self.pauses.abort(wanted)
         self._abort(lambda sequence: wanted is None or sequence.request.request_id in wanted)
 
     async def halt(self) -> None:
@@ -357,8 +357,8 @@ class HFRolloutEngine(RolloutEngine):
     # -- weights
 
     @property
-    def needs_base(self) -> bool:
-        """See :meth:`RolloutEngine.needs_base`."""
+    def needs_base_weights(self) -> bool:
+        """See :meth:`RolloutEngine.needs_base_weights`."""
         return not self.weights.base_held
 
     async def begin_update(self, version: int) -> None:
@@ -381,14 +381,14 @@ class HFRolloutEngine(RolloutEngine):
             self.weights.cancel()
             raise
 
-    def weight_parts(self, names: Iterable[str]) -> dict[str, list[WeightPart]]:
-        """Every weight whole, in memory of the engine's own; see :meth:`RolloutEngine.weight_parts`."""
+    def shard_views(self, names: Iterable[str]) -> dict[str, list[WeightPart]]:
+        """Every weight whole, in memory of the engine's own; see :meth:`RolloutEngine.shard_views`."""
         if self._next_version is None:
             raise WeightSyncError("weights are written outside of an update; call begin_update first")
         return self.weights.parts(names)
 
-    def parts_written(self, names: Iterable[str]) -> None:
-        """See :meth:`RolloutEngine.parts_written`."""
+    def mark_loaded(self, names: Iterable[str]) -> None:
+        """See :meth:`RolloutEngine.mark_loaded`."""
         self.weights.note(names)
 
     async def end_update(self) -> None:

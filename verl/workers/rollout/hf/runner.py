@@ -13,9 +13,8 @@ from torch import nn
 
 from verl.errors import RolloutError
 from verl.models.vision import ImageTokens, PromptImages, embed, joined_images
-from verl.workers.rollout.base import Completion, FinishReason
 from verl.workers.rollout.hf.attention import ForwardContext, forward_context
-from verl.workers.rollout.hf.budget import STRIDE, CacheBudget, Progress
+from verl.workers.rollout.hf.kv_budget import STRIDE, CacheBudget, Progress
 from verl.workers.rollout.hf.kv_cache import RolloutCache
 from verl.workers.rollout.hf.prefill import (
     Beginning,
@@ -25,10 +24,11 @@ from verl.workers.rollout.hf.prefill import (
     rows_by_prompt,
     split_for_prefill,
 )
-from verl.workers.rollout.hf.rows import RowState
-from verl.workers.rollout.hf.sampler import SamplingBatch, sample
+from verl.workers.rollout.hf.row_state import RowState
 from verl.workers.rollout.hf.scheduler import PromptGroup, Sequence
-from verl.workers.rollout.hf.uniforms import uniforms
+from verl.workers.rollout.sampler import SamplingBatch, sample
+from verl.workers.rollout.types import Completion, FinishReason
+from verl.workers.rollout.uniforms import uniforms
 
 #: FLOP that the device could do in the time that a layer's operations take to start: what a forward costs however
 #: few tokens it has. Decides how much padding is worth a saved forward, and when finished rows are moved out.

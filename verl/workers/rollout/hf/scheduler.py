@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from verl.models.vision import PromptImages
-from verl.workers.rollout.base import Completion, FinishReason, GenerationRequest
-from verl.workers.rollout.hf.budget import CacheBudget, Progress
+from verl.workers.rollout.hf.kv_budget import CacheBudget, Progress
+from verl.workers.rollout.types import Completion, FinishReason, GenerationRequest
 
 #: equal for sequences whose prompt one prefill serves
 GroupKey = tuple[tuple[int, ...], Any]

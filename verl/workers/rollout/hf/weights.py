@@ -16,8 +16,8 @@ from torch import nn
 
 from verl.errors import ConfigError, WeightSyncError
 from verl.models.lora import LoraSettings, attach_adapters, is_adapter_name
-from verl.workers.rollout.base import WeightPart
 from verl.workers.rollout.hf.attention import ATTENTION_NAME, keep_last_hidden, register_attention
+from verl.workers.rollout.types import WeightPart
 
 logger = logging.getLogger(__name__)
 

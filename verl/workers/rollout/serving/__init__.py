@@ -1,0 +1,1 @@
+"""Rollout servers: an engine in its own process, replicas of it, their client, the OpenAI-compatible endpoint."""

@@ -1,0 +1,1 @@
+"""Generation with an SGLang server that a worker starts as its child process."""
