@@ -138,7 +138,7 @@ example-smollm2: $(STAMPS)/smollm2 ## SmolLM2-135M-Instruct gets better at arith
 
 # ---------------------------------------------------------------------------- tests and checks
 
-PYTEST = $(BIN)/python -m pytest -q $(if $(filter-out 0 1,$(TEST_PROCESSES)),-n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder)
+PYTEST = $(BIN)/python -m pytest -q $(if $(filter-out 0 1,$(TEST_PROCESSES)),-n $(TEST_PROCESSES) --dist loadgroup)
 
 .PHONY: test
 test: $(STAMPS)/dev ## all tests that CI runs

@@ -32,17 +32,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
     """
     if not config.pluginmanager.hasplugin("xdist"):
         return
-    several = {
-        item
-        for item in items
-        if item.get_closest_marker("dist") is not None
-        or "ray_local" in item.fixturenames
-        or hasattr(item.module, "RunningTrainer")
-    }
     for item in items:
-        group = "processes" if item in several else item.path.relative_to(REPO_ROOT).as_posix()
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: item not in several)  # the longest group begins first (--no-loadscope-reorder)
+        several = (
+            item.get_closest_marker("dist") is not None
+            or "ray_local" in item.fixturenames
+            or hasattr(item.module, "RunningTrainer")
+        )
+        item.add_marker(
+            pytest.mark.xdist_group("processes" if several else item.path.relative_to(REPO_ROOT).as_posix())
+        )
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
