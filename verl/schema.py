@@ -214,7 +214,7 @@ _FROM_FILES = "data"
 IMAGE_FIELD = "multi_modal_inputs"
 
 # columns that two stages share and that no other one sees
-SAMPLES = "samples"
+SAMPLES = "__samples__"
 SCORE_OUTCOME = "score_outcome"
 #: begins the columns with what a reward function reports besides the score
 REPORTED_PREFIX = "reward_"

@@ -238,7 +238,7 @@ def test_scores_of_turns_and_rows_find_their_tokens() -> None:
     assert batch.batch["turn_scores"].tolist() == [[0, 0.5, 0, -1, 0], [0] * 5, [0] * 5]
     assert batch.batch["rm_scores"].tolist() == [[0, 0, 0, 2, 0], [3, 0, 0, 0, 0], [0] * 5]
     assert batch.non_tensor_batch["note"].tolist() == [None, "x", None]
-    assert "samples" not in batch.non_tensor_batch
+    assert "__samples__" not in batch.non_tensor_batch
 
 
 def test_rows_without_a_score_are_left_to_the_reward_function() -> None:

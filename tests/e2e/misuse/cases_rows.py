@@ -156,8 +156,8 @@ CASES = [
         "columns with private names",
         "train",
         TRAIN,
-        words=["'agent_extra'", "'reward_acc'", "'__mine__'", "rename them"],
-        prepare=rows(PROMPT, {"agent_extra": 1, "reward_acc": 1, "__mine__": 1}),
+        words=["'__samples__'", "'reward_acc'", "'__mine__'", "rename them"],
+        prepare=rows(PROMPT, {"__samples__": 1, "reward_acc": 1, "__mine__": 1}),
     ),
     Case(
         "name of a column that is not there",
